@@ -1,0 +1,1 @@
+"""WitCert: a sound runtime meter for KV-cache quantization."""
