@@ -38,8 +38,8 @@ def pair_scales(config: ModelConfig, base: float, outlier: float, outlier_pairs:
     Raises ``ValueError`` for a scale that is no power of two (it would not be exact) or an unknown pair.
     """
     for name, scale in (("base", base), ("outlier", outlier)):
-        if scale <= 0 or math.frexp(scale)[0] != 0.5:
-            raise ValueError(f"{name} scale is {scale}; only a positive power of two is exact")
+        if not 2.0**-60 <= scale <= 2.0**60 or math.frexp(scale)[0] != 0.5:
+            raise ValueError(f"{name} scale is {scale}; only a power of two from 2^-60 to 2^60 is exact")
     num_pairs = config.head_dim // 2
     unknown = sorted(pair for pair in outlier_pairs if not 0 <= pair < num_pairs)
     if unknown:
