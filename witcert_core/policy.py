@@ -6,7 +6,8 @@ Every section but `quantizer` may be left out. Unknown keys and impossible value
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +32,15 @@ from witcert_core.quantizers.base import Tier
 
 MAX_LAYER = 65_535
 _RANGE = re.compile(r"(\d+)\s*-\s*(\d+)")
+
+
+@contextmanager
+def _at_key(key: str) -> Iterator[None]:
+    """Put the key path before what a registry has to say."""
+    try:
+        yield
+    except (QuantizerError, PluginError) as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 def parse_layers(given: object) -> object:
@@ -130,14 +140,13 @@ class Policy(_Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Policy:
-        try:
-            self._quantizer = quantizer_registry().get(self.quantizer.name, self.quantizer.params)
-        except QuantizerError as error:
-            raise ValueError(f"quantizer: {error}") from error
-        try:
+        registry, wanted = quantizer_registry(), self.quantizer
+        with _at_key("quantizer.name"):
+            registry.cls(wanted.name)
+        with _at_key("quantizer.params"):
+            self._quantizer = registry.get(wanted.name, wanted.params)
+        with _at_key("gate.kind"):
             self._repairs = gate_registry().get(self.gate.kind).repairs
-        except PluginError as error:
-            raise ValueError(f"gate.kind: {error}") from error
         self._check_tier()
         self._force_stride()
         if self.report.cells != "none" and self.report.jsonl is None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 _VALUE_LENGTH = 80
+_YAML_WORDS = ((None, "null"), (True, "true"), (False, "false"))
 
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
@@ -43,7 +44,7 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = next((word for known, word in _YAML_WORDS if value is known), None) or repr(value)
     return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
 
 

@@ -37,7 +37,7 @@ class Int8Dither(DitheredQuantizer):
         return Encoded(codes, scales, dequantize_int8(codes, scales, u))
 
     def bytes_per_token_head(self, head_dim: int) -> float:
-        return float(KVLayout(head_dim, stored_witness=self.stored_witness).bytes_per_token_head())
+        return float(KVLayout(head_dim, stored_witness=self.stored_witness).bytes_per_token_head)
 
 
 @dataclass(frozen=True)
