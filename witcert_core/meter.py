@@ -1,0 +1,217 @@
+"""Measure cells: bound what compression can have done to each query row and head of one layer.
+
+Reference path, float64, one row at a time. The kernels produce the same accumulators on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from witcert_core.accumulate import accumulate
+from witcert_core.bounds import FORM_NAMES, FORMS, extremal, meter
+from witcert_core.errors import InputError
+from witcert_core.layout import NUM_ACC_FIELDS, AccField
+from witcert_core.output import output_bound
+from witcert_core.radii import CAST_16BIT, arithmetic_radius
+from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
+
+SOFTMAX_FP32 = 2.0**-20
+"""Logit error that stands for exponentials, their fp32 sum and the division by it."""
+SOFTCAP_FP32 = 2.0**-21
+"""Error of ``cap * tanh(z / cap)`` in fp32, as a share of the cap."""
+
+
+@dataclass(frozen=True)
+class CellBatch:
+    """Cells of ``R`` query rows and ``H`` query heads in one layer.
+
+    Args:
+        acc: ``[R, H, 16]`` float64 accumulators.
+        meter: ``[R, H]`` bound on TV, in [0, 1]; 1 where unknown.
+        form: ``[R, H]`` int64, index in ``FORM_NAMES`` of the deciding form.
+        log_a: ``[R, H]`` unclipped ``log sum p~ e^c``; infinite if a radius is.
+        out_bound: ``[R, H]`` absolute bound on ``||o - o~||``; infinite if unknown, never NaN.
+        out_norm: ``[R, H]`` ``||o~||``.
+        num_visible: ``[R]`` int64, tokens seen.
+        tv_audit: ``[R, H]`` true TV where audited and NaN elsewhere, or ``None`` when no row was.
+        delta_loc: ``[R]`` float64 failure probability spent per cell, 0 for tier W.
+    """
+
+    acc: Tensor
+    meter: Tensor
+    form: Tensor
+    log_a: Tensor
+    out_bound: Tensor
+    out_norm: Tensor
+    num_visible: Tensor
+    tv_audit: Tensor | None
+    delta_loc: Tensor
+
+
+class Radii(Protocol):
+    """Radii of the tokens in the cache slots of one layer."""
+
+    def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
+        """Float64 ``[H, S]`` bound on each logit's error, for ``q [H, D]`` float64 and ``slots [S]`` int64."""
+        ...
+
+    def value_radius(self, slots: Tensor) -> Tensor:
+        """Float64 ``[S, Hkv]`` bound on ``||v~ - v||``."""
+        ...
+
+
+def measure(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    radii: Radii,
+    sm_scale: float,
+    delta_loc: Sequence[float],
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    form: str = "auto",
+    fused: bool = False,
+    exact_k: Tensor | None = None,
+    audit_rows: Tensor | None = None,
+) -> CellBatch:
+    """Meter ``R`` query rows of one layer.
+
+    The weights are recomputed in float64 from the stored keys. When the engine's own kernel produced the
+    output (``fused=False``) its weights lie within ``tanh(max omega / 2)`` of those, ``omega`` being the kernel's
+    fp32 arithmetic, and that is added; with ``fused=True`` ``omega`` is part of each radius.
+
+    Args:
+        q: ``[R, H, D]`` queries as attention uses them.
+        k_cache: ``[SLOTS, Hkv, D]`` keys as the kernel reads them.
+        v_cache: ``[SLOTS, Hkv, Dv]`` values as the kernel reads them.
+        kv_indptr: int ``[R + 1]``, row ``r`` sees ``kv_indices[kv_indptr[r]:kv_indptr[r + 1]]``.
+        kv_indices: int slots of the visible tokens in order of position, causality already applied.
+        radii: bounds for this layer's slots.
+        sm_scale: softmax scale.
+        delta_loc: per row, probability each of its cells may spend (0: tier W).
+        logits_soft_cap: 0 for none.
+        window_left: a row sees its own token and this many before it; negative for no window.
+        sinks: ``[H]`` learned sink logits.
+        form: ``auto`` (the meter), or one name of ``FORM_NAMES``.
+        fused: the weights come from a kernel of this package.
+        exact_k: ``[SLOTS, Hkv, D]`` exact keys, for audits.
+        audit_rows: bool ``[R]``, rows whose true TV is computed.
+
+    Raises:
+        InputError: shapes that do not fit, a row that sees nothing, an unknown form, an audit without keys.
+    """
+    _check(q, k_cache, v_cache, kv_indptr, delta_loc, form, exact_k, audit_rows)
+    bounds = kv_indptr.tolist()
+    num_rows, heads = q.shape[0], q.shape[1]
+    device = q.device
+    acc = torch.empty(num_rows, heads, NUM_ACC_FIELDS, dtype=torch.float64, device=device)
+    value = torch.empty(num_rows, heads, dtype=torch.float64, device=device)
+    which = torch.empty(num_rows, heads, dtype=torch.int64, device=device)
+    out, norm = torch.empty_like(value), torch.empty_like(value)
+    visible = torch.empty(num_rows, dtype=torch.int64, device=device)
+    audited = audit_rows.tolist() if audit_rows is not None else [False] * num_rows
+    truth = torch.full_like(value, float("nan")) if any(audited) else None
+    scale = abs(sm_scale)
+
+    for r in range(num_rows):
+        slots = kv_indices[bounds[r] : bounds[r + 1]].to(torch.int64)
+        if window_left >= 0:
+            slots = slots[-(window_left + 1) :]
+        if slots.numel() == 0:
+            raise InputError(f"row {r} sees no token; leave padded rows out of the batch")
+        visible[r] = slots.numel()
+        k, v, row = k_cache[slots], v_cache[slots].to(torch.float64), q[r].to(torch.float64)
+        logits = attention_logits(row, k.to(torch.float64), sm_scale, logits_soft_cap)
+        c = radii.key_radius(row, slots, scale, float(delta_loc[r])).to(torch.float64)
+        omega = arithmetic_radius(row, k, scale) + SOFTMAX_FP32 + max(logits_soft_cap, 0.0) * SOFTCAP_FP32
+        if k_cache.element_size() <= 2 or q.element_size() <= 2:
+            omega = omega + CAST_16BIT
+        if fused:
+            c = c + omega
+        acc[r] = accumulate(logits, c, v, radii.value_radius(slots), sinks)
+        tv, which[r] = _bound(form, acc[r], logits, c, sinks)
+        extra = torch.zeros_like(tv) if fused else torch.tanh(0.5 * omega.amax(dim=-1))
+        value[r] = (tv + extra).clamp(max=1.0)
+        weights = softmax_with_sink(logits, sinks)[:, : slots.numel()]
+        norm[r] = _output_norm(weights, v)
+        out[r] = output_bound(acc[r], tv, norm[r], has_sink=sinks is not None, extra_tv=extra)
+        if truth is not None and audited[r] and exact_k is not None:
+            truth[r] = _audit(q[r], k, exact_k[slots], sm_scale, logits_soft_cap, sinks)
+
+    spent = torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=device)
+    return CellBatch(acc, value, which, acc[..., AccField.LOG_A].clone(), out, norm, visible, truth, spent)
+
+
+def _bound(form: str, acc: Tensor, logits: Tensor, c: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Clipped bound and form index, both ``[H]``."""
+    if form == "auto":
+        return meter(acc)
+    if form == "extremal":
+        weights = softmax_with_sink(logits, sinks)
+        padded = torch.nn.functional.pad(c, (0, weights.shape[-1] - c.shape[-1]))
+        value = extremal.bound(weights, padded)
+    else:
+        value = FORMS[form](acc)
+    return value.clamp(max=1.0), torch.full_like(value, FORM_NAMES.index(form), dtype=torch.int64)
+
+
+def _output_norm(weights: Tensor, v: Tensor) -> Tensor:
+    """``||sum p~ v~||`` per query head, ``[H]``."""
+    heads, kv_heads = weights.shape[0], v.shape[1]
+    grouped = weights.reshape(kv_heads, heads // kv_heads, -1)
+    return torch.einsum("kgs,skd->kgd", grouped, v).norm(dim=-1).reshape(heads)
+
+
+def _audit(
+    q: Tensor, stored: Tensor, exact: Tensor, sm_scale: float, soft_cap: float, sinks: Tensor | None
+) -> Tensor:
+    """True TV ``[H]``: exact weights in float64 against compressed ones in float32, as an engine computes them."""
+    p = softmax_with_sink(
+        attention_logits(q.to(torch.float64), exact.to(torch.float64), sm_scale, soft_cap), sinks
+    )
+    single = attention_logits(q.to(torch.float32), stored.to(torch.float32), sm_scale, soft_cap)
+    return total_variation(p, softmax_with_sink(single, sinks))
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    delta_loc: Sequence[float],
+    form: str,
+    exact_k: Tensor | None,
+    audit_rows: Tensor | None,
+) -> None:
+    if q.dim() != 3 or k_cache.dim() != 3 or v_cache.dim() != 3:
+        raise InputError(
+            f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; "
+            "they must be [R, H, D], [SLOTS, Hkv, D] and [SLOTS, Hkv, Dv]"
+        )
+    if (
+        q.shape[1] % k_cache.shape[1]
+        or q.shape[2] != k_cache.shape[2]
+        or v_cache.shape[:2] != k_cache.shape[:2]
+    ):
+        raise InputError(
+            f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} do not fit: "
+            "H must be a multiple of Hkv, D equal, slots and KV heads of K and V equal"
+        )
+    if kv_indptr.numel() != q.shape[0] + 1 or len(delta_loc) != q.shape[0]:
+        raise InputError(
+            f"{q.shape[0]} rows need kv_indptr of {q.shape[0] + 1} and delta_loc of {q.shape[0]} entries, "
+            f"not {kv_indptr.numel()} and {len(delta_loc)}"
+        )
+    if form != "auto" and form not in FORM_NAMES:
+        raise InputError(f"form is {form!r}; allowed are auto, {', '.join(FORM_NAMES)}")
+    if audit_rows is not None and bool(audit_rows.any()) and exact_k is None:
+        raise InputError("audit_rows marks rows but exact_k is missing; pass the exact keys or no audit")
