@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from inspect import isabstract, isclass
 from typing import Any, get_args, get_type_hints
 
@@ -62,7 +62,7 @@ class QuantizerRegistry:
         cls = self.cls(name)
         given = dict(params or {})
         hints = get_type_hints(cls)
-        accepted = {field.name: hints[field.name] for field in fields(cls) if field.init}
+        accepted = {key: hints[key] for key in self.parameters(name)}
         for key, value in given.items():
             if key not in accepted:
                 raise QuantizerError(
@@ -75,10 +75,25 @@ class QuantizerRegistry:
                 raise QuantizerError(
                     f"quantizer {name!r}: parameter {key!r} is {value!r}; {error.errors()[0]['msg']}"
                 ) from error
+        missing = [key for key in self.required(name) if key not in given]
+        if missing:
+            raise QuantizerError(f"quantizer {name!r}: parameter {missing[0]!r} is missing; it has no default")
         try:
             return cls(**given)
         except (TypeError, ValueError) as error:
             raise QuantizerError(f"quantizer {name!r}: parameters {given!r} refused: {error}") from error
+
+    def parameters(self, name: str) -> tuple[str, ...]:
+        """The names a policy may put into `quantizer.params`."""
+        return tuple(field.name for field in fields(self.cls(name)) if field.init)
+
+    def required(self, name: str) -> tuple[str, ...]:
+        """Those of its parameters that have no default."""
+        return tuple(
+            field.name
+            for field in fields(self.cls(name))
+            if field.init and field.default is MISSING and field.default_factory is MISSING
+        )
 
     def source(self, name: str) -> str:
         """The distribution and version that brought a quantizer, or its module when that is not known."""

@@ -45,7 +45,7 @@ class _TokenGroup(Quantizer):
         scale = ((high - low) / largest_code).to(torch.float16).to(torch.float32)
         step = torch.where(scale == 0, torch.ones_like(scale), scale)
         codes = ((grouped - zero) / step).round().clamp(0, largest_code)
-        return (zero + scale * codes).reshape(num_tokens, num_heads, -1)[..., :head_dim].contiguous()
+        return (zero + scale * codes).flatten(start_dim=2)[..., :head_dim].contiguous()
 
     def bytes_per_token_head(self, head_dim: int) -> float:
         num_groups = -(-head_dim // self.group_size)
