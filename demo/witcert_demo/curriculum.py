@@ -41,7 +41,7 @@ CURRICULUM: tuple[Stage, ...] = (
     Stage(250, 400, 1000, 12288, 4),
 )
 
-SMOKE: tuple[Stage, ...] = (Stage(60, 32, 32, 2048, 0), Stage(10, 32, 48, 1024, 1))
+SMOKE: tuple[Stage, ...] = (Stage(80, 16, 16, 1024, 0), Stage(5, 32, 48, 1024, 1))
 """Seconds instead of minutes: shows that the loss falls, teaches nothing."""
 
 

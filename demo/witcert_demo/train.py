@@ -57,8 +57,13 @@ class Recipe:
         return self.learning_rate * warmup * (self.final_share + (1 - self.final_share) * cosine)
 
 
+def smoke_recipe(seed: int) -> Recipe:
+    """Few steps, so a shorter warm-up to a higher rate."""
+    return Recipe(seed=seed, curriculum=SMOKE, learning_rate=3e-3, num_warmup_steps=20, flat_share=0.9)
+
+
 class Trainer:
-    """Model, optimizer and step counter of one run."""
+    """Model, optimizer and history of one run; ``losses`` in nats per answer token, one a step."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -75,12 +80,17 @@ class Trainer:
             betas=(0.9, 0.98),
             eps=1e-9,
         )
-        self.step = 0
+        self.losses: list[float] = []
         self.num_tokens = 0
         self.seconds = 0.0
 
-    def train_step(self) -> tuple[float, float]:
-        """One update; returns the loss (nats per answer token) and the share of answer tokens right."""
+    @property
+    def step(self) -> int:
+        """Number of updates made."""
+        return len(self.losses)
+
+    def train_step(self) -> float:
+        """One update on the next batch of the curriculum; returns the share of answer tokens right."""
         started = time.monotonic()
         batch = batch_of_step(self.recipe.curriculum, self.recipe.seed, self.step)
         ids, is_answer = torch.from_numpy(batch.ids), torch.from_numpy(batch.is_answer)
@@ -94,10 +104,10 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
+        self.losses.append(loss.item())
         self.num_tokens += ids.numel()
         self.seconds += time.monotonic() - started
-        return loss.item(), (logits.argmax(-1) == targets).float().mean().item()
+        return (logits.argmax(-1) == targets).float().mean().item()
 
     def save(self, path: Path) -> None:
         """Write the state so that a crash while writing leaves the previous one in place."""
@@ -105,7 +115,7 @@ class Trainer:
             "recipe": json.dumps(asdict(self.recipe)),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
+            "losses": self.losses,
             "num_tokens": self.num_tokens,
             "seconds": self.seconds,
         }
@@ -123,7 +133,8 @@ class Trainer:
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.num_tokens, self.seconds = state["step"], state["num_tokens"], state["seconds"]
+        self.losses = state["losses"]
+        self.num_tokens, self.seconds = state["num_tokens"], state["seconds"]
 
 
 def train(recipe: Recipe, out: Path, *, resume: bool = False, stop_at: int | None = None) -> Trainer:
@@ -134,18 +145,18 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, stop_at: int | Non
         trainer.load(out / STATE_FILE)
     trainer.model.train()
     end = num_steps(recipe.curriculum) if stop_at is None else min(stop_at, num_steps(recipe.curriculum))
-    recent: list[tuple[float, float]] = []
+    shares: list[float] = []
     while trainer.step < end:
-        recent.append(trainer.train_step())
+        shares.append(trainer.train_step())
         if trainer.step % _PRINT_EVERY == 0 or trainer.step == end:
-            loss, share = (sum(column) / len(recent) for column in zip(*recent, strict=True))
+            loss, share = sum(trainer.losses[-len(shares) :]) / len(shares), sum(shares) / len(shares)
             print(
                 f"step {trainer.step}/{end} loss {loss:.4f} answer tokens right {share:.3f} "
                 f"lr {recipe.learning_rate_at(trainer.step - 1):.1e} "
                 f"tokens {trainer.num_tokens / 1e6:.2f}M {trainer.seconds:.0f}s",
                 flush=True,
             )
-            recent.clear()
+            shares.clear()
         if trainer.step % _SAVE_EVERY == 0 or trainer.step == end:
             trainer.save(out / STATE_FILE)
     trainer.model.eval()
@@ -174,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="a few seconds, only to see the loss fall")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    recipe = Recipe(seed=options.seed, curriculum=SMOKE if options.smoke else CURRICULUM)
+    recipe = smoke_recipe(options.seed) if options.smoke else Recipe(seed=options.seed)
     trainer = train(recipe, options.out, resume=options.resume)
     lengths, count = ((64,), 8) if options.smoke else ((128, 256, 512, 1024), 128)
     accuracies = measure(trainer.model, lengths, count)
