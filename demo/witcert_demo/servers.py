@@ -47,9 +47,34 @@ def free_port() -> int:
 
 def server_command(model: Path, port: int, options: Sequence[str]) -> list[str]:
     """The command line of a CPU server of `model`; `options` come last and so win."""
-    fixed = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--attention-backend", "torch_native"]
-    small = ["--max-total-tokens", "8192", "--max-running-requests", "16", "--enable-metrics", "--skip-server-warmup"]
-    return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *fixed, *small, *options]
+    fixed = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        "--attention-backend",
+        "torch_native",
+    ]
+    small = [
+        "--max-total-tokens",
+        "8192",
+        "--max-running-requests",
+        "16",
+        "--enable-metrics",
+        "--skip-server-warmup",
+    ]
+    return [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(model),
+        *fixed,
+        *small,
+        *options,
+    ]
 
 
 def server_environment(policy: Path | None) -> dict[str, str]:
