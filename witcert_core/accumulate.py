@@ -46,7 +46,7 @@ def accumulate(
     """
     if logits.dim() != 2 or logits.shape != c.shape or logits.shape[-1] == 0:
         raise InputError(
-            f"logits {tuple(logits.shape)} and radii {tuple(c.shape)} must both be [H, S] with at least one token"
+            f"logits {tuple(logits.shape)} and radii {tuple(c.shape)} must both be [H, S], S >= 1"
         )
     z, radius = logits.to(torch.float64), c.to(torch.float64)
     if sink_logits is not None:
@@ -108,7 +108,7 @@ def accumulate_weights(p: Tensor, c: Tensor, log_p: Tensor | None = None) -> Ten
 
 
 def _output_fields(acc: Tensor, p: Tensor, v: Tensor, rho: Tensor, has_sink: bool) -> None:
-    """Fill the output fields of ``acc [H, 16]`` in place; NaN or infinity in ``v`` or ``rho`` gives infinity."""
+    """Fill the output fields of ``acc [H, 16]`` in place; infinite where ``v`` or ``rho`` is not finite."""
     heads, kv_heads = acc.shape[0], v.shape[1]
     if heads % kv_heads or rho.shape != v.shape[:2]:
         raise InputError(
@@ -123,7 +123,8 @@ def _output_fields(acc: Tensor, p: Tensor, v: Tensor, rho: Tensor, has_sink: boo
     weight = p.reshape(kv_heads, heads // kv_heads, -1)
     out = torch.einsum("kgs,skd->kgd", weight, value)
     square = value.square().sum(dim=-1)
-    distance = (value.permute(1, 0, 2)[:, None] - out[:, :, None]).norm(dim=-1).amax(dim=-1)
+    offset = value.permute(1, 0, 2)[:, None] - out[:, :, None]
+    distance = torch.linalg.vector_norm(offset, dim=-1).amax(dim=-1)
     fields = {
         AccField.V2: torch.einsum("kgs,sk->kgs", weight, square).sum(dim=-1) * up,
         AccField.RHO1: torch.einsum("kgs,sk->kgs", weight, radius).sum(dim=-1) * up,

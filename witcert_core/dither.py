@@ -8,6 +8,7 @@ All tokens written in one forward pass share a row ``u``; a row id names the pas
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, i
     Returns:
         Four int64 tensors of uint32 values.
     """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
         hi0, lo0 = _mul_hi_lo(c0, _ROUND_MULT[0])
@@ -111,7 +112,8 @@ def num_groups(head_dim: int, group: int = GROUP) -> int:
 
 def _spread(scales: Tensor, head_dim: int, group: int) -> Tensor:
     """One float64 scale per channel, ``[..., D]`` from ``[..., Gr]``."""
-    return scales.to(torch.float64).repeat_interleave(group, dim=-1)[..., :head_dim]
+    spread: Tensor = scales.to(torch.float64).repeat_interleave(group, dim=-1)
+    return spread[..., :head_dim]
 
 
 def group_scales(x: Tensor, group: int = GROUP) -> Tensor:
@@ -123,7 +125,7 @@ def group_scales(x: Tensor, group: int = GROUP) -> Tensor:
     head_dim = x.shape[-1]
     pad = num_groups(head_dim, group) * group - head_dim
     magnitude = torch.nn.functional.pad(x.to(torch.float64).abs(), (0, pad))
-    amax = magnitude.unflatten(-1, (-1, group)).amax(dim=-1)
+    amax = magnitude.reshape(*x.shape[:-1], -1, group).amax(dim=-1)
     wanted = amax / 127.0
     half = wanted.to(torch.float16)
     infinity = torch.full_like(half, float("inf"))
@@ -160,7 +162,7 @@ def dequantize_int8(codes: Tensor, scales: Tensor, u: Tensor, group: int = GROUP
 
 def _witness_unit(scales: Tensor, group: int) -> Tensor:
     """Norm of one witness step, ``s * sqrt(group) / (2 * 255)``, float64 ``[..., Gr]``."""
-    return scales.to(torch.float64) * (group**0.5 / 510.0)
+    return scales.to(torch.float64) * (math.sqrt(group) / 510.0)
 
 
 def group_witness_codes(exact: Tensor, stored: Tensor, scales: Tensor, group: int = GROUP) -> Tensor:
@@ -180,7 +182,8 @@ def group_witness_codes(exact: Tensor, stored: Tensor, scales: Tensor, group: in
     head_dim = exact.shape[-1]
     pad = num_groups(head_dim, group) * group - head_dim
     residual = stored.to(torch.float64) - exact.to(torch.float64)
-    norm = torch.nn.functional.pad(residual, (0, pad)).unflatten(-1, (-1, group)).norm(dim=-1)
+    grouped = torch.nn.functional.pad(residual, (0, pad)).reshape(*residual.shape[:-1], -1, group)
+    norm = torch.linalg.vector_norm(grouped, dim=-1)
     unit = _witness_unit(scales, group)
     known = (unit > 0) & unit.isfinite()
     steps = torch.ceil(norm / torch.where(known, unit, 1.0) * (1.0 + 2.0**-40))

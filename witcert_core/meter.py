@@ -24,6 +24,8 @@ SOFTMAX_FP32 = 2.0**-20
 """Logit error that stands for exponentials, their fp32 sum and the division by it."""
 SOFTCAP_FP32 = 2.0**-21
 """Error of ``cap * tanh(z / cap)`` in fp32, as a share of the cap."""
+LEAST_WEIGHT = 1e-304
+"""Stands for weights that underflow, so that a token which could grow is never lost from the sweep."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Radii(Protocol):
     """Radii of the tokens in the cache slots of one layer."""
 
     def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
-        """Float64 ``[H, S]`` bound on each logit's error, for ``q [H, D]`` float64 and ``slots [S]`` int64."""
+        """Bound on each logit's error, float64 ``[H, S]``, for ``q [H, D]`` float64 and ``slots [S]``."""
         ...
 
     def value_radius(self, slots: Tensor) -> Tensor:
@@ -86,8 +88,8 @@ def measure(
     """Meter ``R`` query rows of one layer.
 
     The weights are recomputed in float64 from the stored keys. When the engine's own kernel produced the
-    output (``fused=False``) its weights lie within ``tanh(max omega / 2)`` of those, ``omega`` being the kernel's
-    fp32 arithmetic, and that is added; with ``fused=True`` ``omega`` is part of each radius.
+    output (``fused=False``) its weights lie within ``tanh(max omega / 2)`` of those, ``omega`` being the
+    kernel's fp32 arithmetic, and that is added; with ``fused=True`` ``omega`` is part of each radius.
 
     Args:
         q: ``[R, H, D]`` queries as attention uses them.
@@ -139,7 +141,9 @@ def measure(
             c = c + omega
         acc[r] = accumulate(logits, c, v, radii.value_radius(slots), sinks)
         tv, which[r] = _bound(form, acc[r], logits, c, sinks)
-        extra = torch.zeros_like(tv) if fused else torch.tanh(0.5 * omega.amax(dim=-1))
+        # Fused weights differ from the bounded ones only in the sink, which carries no radius of its own.
+        sink_error = torch.full_like(tv, 0.0 if sinks is None else SOFTMAX_FP32)
+        extra = torch.tanh(0.5 * (sink_error if fused else omega.amax(dim=-1)))
         value[r] = (tv + extra).clamp(max=1.0)
         weights = softmax_with_sink(logits, sinks)[:, : slots.numel()]
         norm[r] = _output_norm(weights, v)
@@ -156,7 +160,7 @@ def _bound(form: str, acc: Tensor, logits: Tensor, c: Tensor, sinks: Tensor | No
     if form == "auto":
         return meter(acc)
     if form == "extremal":
-        weights = softmax_with_sink(logits, sinks)
+        weights = softmax_with_sink(logits, sinks).clamp(min=LEAST_WEIGHT)
         padded = torch.nn.functional.pad(c, (0, weights.shape[-1] - c.shape[-1]))
         value = extremal.bound(weights, padded)
     else:
@@ -168,18 +172,17 @@ def _output_norm(weights: Tensor, v: Tensor) -> Tensor:
     """``||sum p~ v~||`` per query head, ``[H]``."""
     heads, kv_heads = weights.shape[0], v.shape[1]
     grouped = weights.reshape(kv_heads, heads // kv_heads, -1)
-    return torch.einsum("kgs,skd->kgd", grouped, v).norm(dim=-1).reshape(heads)
+    out = torch.einsum("kgs,skd->kgd", grouped, v).reshape(heads, -1)
+    return out.square().sum(dim=-1).sqrt()
 
 
 def _audit(
     q: Tensor, stored: Tensor, exact: Tensor, sm_scale: float, soft_cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """True TV ``[H]``: exact weights in float64 against compressed ones in float32, as an engine computes them."""
-    p = softmax_with_sink(
-        attention_logits(q.to(torch.float64), exact.to(torch.float64), sm_scale, soft_cap), sinks
-    )
+    """True TV ``[H]``: exact weights in float64 against compressed ones in float32, as in an engine."""
+    truth = attention_logits(q.to(torch.float64), exact.to(torch.float64), sm_scale, soft_cap)
     single = attention_logits(q.to(torch.float32), stored.to(torch.float32), sm_scale, soft_cap)
-    return total_variation(p, softmax_with_sink(single, sinks))
+    return total_variation(softmax_with_sink(truth, sinks), softmax_with_sink(single, sinks))
 
 
 def _check(
@@ -197,13 +200,10 @@ def _check(
             f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; "
             "they must be [R, H, D], [SLOTS, Hkv, D] and [SLOTS, Hkv, Dv]"
         )
-    if (
-        q.shape[1] % k_cache.shape[1]
-        or q.shape[2] != k_cache.shape[2]
-        or v_cache.shape[:2] != k_cache.shape[:2]
-    ):
+    same_slots = v_cache.shape[:2] == k_cache.shape[:2]
+    if q.shape[1] % k_cache.shape[1] or q.shape[2] != k_cache.shape[2] or not same_slots:
         raise InputError(
-            f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} do not fit: "
+            f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)} do not fit: "
             "H must be a multiple of Hkv, D equal, slots and KV heads of K and V equal"
         )
     if kv_indptr.numel() != q.shape[0] + 1 or len(delta_loc) != q.shape[0]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from witcert_core.accumulate import SUM_SLACK
 from witcert_core.bounds._common import RESULT_UP
 from witcert_core.layout import AccField
 
@@ -15,8 +16,8 @@ def output_bound(
     """Absolute bound on ``||o - o~||``: ``X + sum p~ rho``, ``X`` the smaller of two.
 
     * ``TV (diam(v~) + max rho - min rho)``, where a sink adds the vector 0 and the radius 0 to the set;
-    * ``A sqrt(Q) (sqrt(sum p~ ||v~||^2 - ||o~||^2) + sqrt(sum p~ rho^2 - (sum p~ rho)^2))``. Without the second root it
-      is wrong: the weights move towards tokens whose value radius is larger.
+    * ``A sqrt(Q) (sqrt(sum p~ ||v~||^2 - ||o~||^2) + sqrt(sum p~ rho^2 - (sum p~ rho)^2))``. Without the
+      second root it is wrong: the weights move towards tokens whose value radius is larger.
 
     Args:
         acc: ``[..., 16]`` accumulators with their output fields. ``V_RADIUS`` is around 0 or around ``o~``.
@@ -28,8 +29,6 @@ def output_bound(
     Returns:
         float64 ``[...]``, rounded up; +inf where anything is unknown, never NaN.
     """
-    from witcert_core.accumulate import SUM_SLACK
-
     slack = SUM_SLACK[acc.dtype]
     field = acc.to(torch.float64)
     down = 1.0 - 2.0 * slack
@@ -51,7 +50,7 @@ def output_bound(
 
 
 def relative_output_bound(absolute: Tensor, o_norm: Tensor) -> Tensor:
-    """``absolute / ||o~||``, float64 ``[...]``: 0 where both are 0, +inf where only the output is 0 or unknown."""
+    """``absolute / ||o~||``, float64 ``[...]``: 0 where both are 0, +inf where the norm is 0 or unknown."""
     bound, norm = absolute.to(torch.float64), o_norm.to(torch.float64)
     ratio = bound / norm * RESULT_UP
     ratio = torch.where((norm == 0) & (bound == 0), 0.0, ratio)

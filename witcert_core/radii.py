@@ -1,8 +1,8 @@
 """Radii: for each token an upper bound on how far its logit can have moved.
 
-All take queries of ``H`` heads against the ``Hkv`` heads of the cache (``H = G * Hkv``, query head ``h`` reads
-KV head ``h // G``), compute in float64 and round up. An unknown residual (code 255, infinite scale, NaN)
-gives an infinite radius.
+All take queries of ``H`` heads against the ``Hkv`` heads of the cache (``H = G * Hkv``, query head ``h``
+reads KV head ``h // G``), compute in float64 and round up. An unknown residual (code 255, infinite
+scale, NaN) gives an infinite radius.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def radius_witness(q: Tensor, codes: Tensor, bands: BandMap, sm_scale: float) ->
     """
     if codes.shape[-1] != bands.num_bands:
         raise InputError(f"witness has {codes.shape[-1]} bands; this band map has {bands.num_bands}")
-    return _contract(_guarded(bands.norms(q)), decode_norm(codes), sm_scale)
+    return _contract(bands.norms(q), decode_norm(codes), sm_scale)
 
 
 def radius_group_witness(
@@ -53,7 +53,7 @@ def radius_group_witness(
     Returns:
         float64 ``[H, S]``.
     """
-    norms = _guarded(group_map(q.shape[-1], group).norms(q))
+    norms = group_map(q.shape[-1], group).norms(q)
     return _contract(norms, decode_group_witness(codes, scales, group), sm_scale)
 
 
@@ -63,9 +63,9 @@ def radius_dither(
     """Tier D: the smaller of the half-step radius and the sub-Gaussian one.
 
     ``|sm_scale| * sum_g s_g ||q_g||_1 / 2 * (1 + 2^-15)`` holds always. With ``delta_loc > 0``,
-    ``sqrt(2 ln(2 S / delta_loc)) * sigma + |sm_scale| * sum_g s_g ||q_g||_1 (2^-(n+1) + 2^-16)``,
-    ``sigma^2 = sm_scale^2 * sum_g s_g^2 (1 - 4^-n)/12 * ||q_g||^2``, holds for all ``S`` tokens of the cell at
-    once with probability ``1 - delta_loc``, for queries that do not depend on the dither.
+    ``sqrt(2 ln(2 S / delta_loc)) * sigma + |sm_scale| * sum_g s_g ||q_g||_1 (2^-(n+1) + 2^-16)`` with
+    ``sigma^2 = sm_scale^2 * sum_g s_g^2 (1 - 4^-n)/12 * ||q_g||^2`` holds for all ``S`` tokens of the cell
+    at once with probability ``1 - delta_loc``, for queries that do not depend on the dither.
 
     Args:
         q: ``[H, D]``.
@@ -80,8 +80,8 @@ def radius_dither(
     if not 0.0 <= delta_loc < 1.0:
         raise BudgetError(f"delta_loc is {delta_loc}; it must lie in [0, 1), 0 for the deterministic radius")
     bands = group_map(q.shape[-1], group)
-    s = _known(scales.to(torch.float64))
-    q64 = _guarded(q.to(torch.float64))
+    s = scales.to(torch.float64)
+    q64 = q.to(torch.float64)
     abs_sum = torch.zeros(*q.shape[:-1], bands.num_bands, dtype=torch.float64, device=q.device)
     abs_sum = abs_sum.index_add(-1, bands.channel_band.to(q.device), q64.abs())
     l1 = _contract(abs_sum, s, sm_scale)
@@ -110,11 +110,11 @@ def arithmetic_radius(q: Tensor, k: Tensor, sm_scale: float) -> Tensor:
         float64 ``[H, S]``.
     """
     factor = (q.shape[-1] + 2) * 2.0**-23 * abs(sm_scale)
-    return _contract(_guarded(q.to(torch.float64)).abs(), _known(k.to(torch.float64).abs()), factor)
+    return _contract(q.to(torch.float64).abs(), k.to(torch.float64).abs(), factor)
 
 
 def _contract(per_query: Tensor, per_token: Tensor, sm_scale: float) -> Tensor:
-    """``|sm_scale| * sum_b x[h, b] y[s, h // G, b]`` rounded up, ``[H, S]``; ``0 * inf`` counts as infinite."""
+    """``|sm_scale| * sum_b x[h, b] y[s, h // G, b]`` rounded up; infinite if a term is not finite."""
     heads, kv_heads = per_query.shape[0], per_token.shape[1]
     if heads % kv_heads:
         raise InputError(
@@ -123,17 +123,9 @@ def _contract(per_query: Tensor, per_token: Tensor, sm_scale: float) -> Tensor:
     if not math.isfinite(sm_scale):
         raise InputError(f"sm_scale is {sm_scale}; it must be finite")
     grouped = per_query.reshape(kv_heads, heads // kv_heads, -1)
-    unknown = ~per_token.isfinite().all(dim=-1)
+    token_unknown = ~per_token.isfinite().all(dim=-1)
+    query_unknown = ~grouped.isfinite().all(dim=-1)
     total = torch.einsum("kgb,skb->kgs", grouped, torch.where(per_token.isfinite(), per_token, 0.0))
-    total = torch.where(unknown.T[:, None, :], float("inf"), total * (abs(sm_scale) * _UP))
+    unknown = token_unknown.T[:, None, :] | query_unknown[:, :, None]
+    total = torch.where(unknown, float("inf"), total * (abs(sm_scale) * _UP))
     return total.reshape(heads, -1)
-
-
-def _known(x: Tensor) -> Tensor:
-    """NaN made infinite: an unknown size is never small."""
-    return torch.where(x.isnan(), float("inf"), x)
-
-
-def _guarded(q: Tensor) -> Tensor:
-    """A query with NaN or infinity is replaced by the largest float64, which makes every radius vacuous."""
-    return torch.where(q.isfinite(), q, torch.finfo(torch.float64).max)

@@ -1,8 +1,9 @@
 """The exact supremum of TV over ``|eps| <= c`` when tokens may be divided: sort and sweep.
 
 The worst attack raises the tokens with the largest radii and lowers the rest, splitting at most one. With
-``alpha``, ``beta`` the masses on both sides, ``u = sum_raised p~ (e^c - 1)``, ``w = sum_lowered p~ (1 - e^-c)``, the
-gain is ``(u beta + alpha w) / ((alpha + u + beta - w)(alpha + beta))``: non-negative terms only, so even a tiny
+``alpha``, ``beta`` the masses on both sides, ``u = sum_raised p~ (e^c - 1)`` and
+``w = sum_lowered p~ (1 - e^-c)``, the gain is
+``(u beta + alpha w) / ((alpha + u + beta - w)(alpha + beta))``: non-negative terms only, so even a tiny
 supremum is found to full relative precision.
 """
 
@@ -72,7 +73,7 @@ def _split(
     """Best share of each token to raise, when all before it are raised and all after it lowered.
 
     The gain ``(a + x b)/(d + x e) - alpha - x m`` is concave in the share ``x``, stationary where
-    ``(d + x e)^2 = T (e^c y + a e^-c)``, ``T = alpha + beta`` with the token. ``y`` includes the whole token, lowered.
+    ``(d + x e)^2 = T (e^c y + a e^-c)``, ``T = alpha + beta`` with the token, ``y`` with all of it lowered.
     ``d^2`` is taken off before the root, so that tiny radii do not cancel.
     """
     a = alpha + u

@@ -1,11 +1,11 @@
 """The mass-aware bound: how much an attacked set of mass alpha can gain, maximised over alpha.
 
-Let a set of mass ``alpha`` be raised by ``e^c`` and the rest lowered by ``e^-c``. By Jensen the lowered mass is
-at least ``(1 - alpha)^2 / sum_rest p~ e^c``, so with ``u = sum_set p~ (e^c - 1)`` and
-``N = alpha eta + (1 - 2 alpha) u + u (eta - u)`` the gain is at most ``(1 - alpha) N / (N + 1 - alpha)``. The bound on
-the odds ratio is the same for a set and its complement, so ``alpha <= 1/2`` suffices. ``u`` is capped by
-``eta``, by ``alpha (e^M - 1)``, by the covariance bound ``alpha eta + sqrt(alpha (1 - alpha) V)`` and by the maximiser of
-``N``.
+Let a set of mass ``alpha`` be raised by ``e^c`` and the rest lowered by ``e^-c``. By Jensen the lowered mass
+is at least ``(1 - alpha)^2 / sum_rest p~ e^c``, so with ``u = sum_set p~ (e^c - 1)`` and
+``N = alpha eta + (1 - 2 alpha) u + u (eta - u)`` the gain is at most ``(1 - alpha) N / (N + 1 - alpha)``.
+The bound on the odds ratio is the same for a set and its complement: ``alpha <= 1/2`` suffices. ``u`` is
+capped by ``eta``, by ``alpha (e^M - 1)``, by covariance at ``alpha eta + sqrt(alpha (1 - alpha) V)``, and by
+the maximiser of ``N``.
 """
 
 from __future__ import annotations

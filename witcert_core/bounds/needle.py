@@ -7,8 +7,8 @@ Refined form, ``alpha`` the mass of a set within the rest, ``u`` its ``sum p~ (e
 
 * ``h`` attacked, the set is the complement: the gain is ``alpha N / (alpha + N)`` with jensen's ``N``.
 * ``h`` not attacked, the set is raised: the lowered mass falls by
-  ``w = p_h (1 - e^-c_h) + b e / (b + e)``, ``b = m - alpha``, ``e = eta_r - u`` (Jensen on the rest), and the gain is
-  ``((1 - alpha) u + alpha w) / (1 + u - w)``.
+  ``w = p_h (1 - e^-c_h) + b e / (b + e)``, ``b = m - alpha``, ``e = eta_r - u`` (Jensen on the rest); the
+  gain is ``((1 - alpha) u + alpha w) / (1 + u - w)``.
 
 Both are sums of non-negative terms: written as a difference of two weights, an interval would lose its own
 width. In both, ``u <= min(eta_r, alpha (e^M_r - 1), alpha eta_r / m + sqrt(alpha (m - alpha) V_r / m))``.
@@ -60,9 +60,9 @@ def _refined(f: Fields) -> Tensor:
 def _spared(f: Fields, low: Tensor, high: Tensor, cap: Tensor, b: Tensor) -> Tensor:
     """Largest gain of a set in the rest while ``h`` is lowered, per interval ``[..., I]``.
 
-    With ``t = b + e`` the gain is ``(P t - k t^2 - high b^2) / (R t - t^2 + b^2)``, ``k = 1 - low``. Its slope in ``t`` has
-    the sign of a quadratic that is positive at 0, whose first positive root is therefore the only interior
-    maximum: both ends of ``u`` and this root are evaluated.
+    With ``t = b + e`` the gain is ``(P t - k t^2 - high b^2) / (R t - t^2 + b^2)``, ``k = 1 - low``. Its
+    slope in ``t`` has the sign of a quadratic that is positive at 0, so the first positive root is the only
+    interior maximum: both ends of ``u`` and this root are evaluated.
     """
     eta_r = f.eta_r[..., None]
     kept = (f.p_h * torch.exp(-f.c_h))[..., None] + low
