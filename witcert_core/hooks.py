@@ -38,7 +38,7 @@ class WitCertHooks:
 
     @hookspec
     def witcert_register_gates(self, registry: GateRegistry) -> None:
-        """Called once when plugins are loaded: registry.register("my_gate", MyGate, repairs=True)."""
+        """Called once when plugins are loaded: registry.register(MyGate)."""
 
     @hookspec
     def witcert_on_cell(self, event: CellEvent) -> None:

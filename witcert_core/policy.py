@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from witcert_core.errors import PluginError, PolicyError, QuantizerError
+from witcert_core.gates import Gate
 from witcert_core.hooks import gate_registry, quantizer_registry
 from witcert_core.policy_errors import describe_validation_error
 from witcert_core.policy_yaml import PolicyLoader
@@ -136,7 +137,7 @@ class Policy(_Section):
     gate: GateSettings = Field(default_factory=GateSettings)
     report: ReportSettings = Field(default_factory=ReportSettings)
     _quantizer: Quantizer = PrivateAttr()
-    _repairs: bool = PrivateAttr()
+    _gate: Gate = PrivateAttr()
 
     @model_validator(mode="after")
     def _check_together(self) -> Policy:
@@ -146,7 +147,7 @@ class Policy(_Section):
         with _at_key("quantizer.params"):
             self._quantizer = registry.get(wanted.name, wanted.params)
         with _at_key("gate.kind"):
-            self._repairs = gate_registry().get(self.gate.kind).repairs
+            self._gate = gate_registry().build(self.gate.kind, self.gate.model_dump())
         self._check_tier()
         self._force_stride()
         if self.report.cells != "none" and self.report.jsonl is None:
@@ -164,7 +165,7 @@ class Policy(_Section):
             )
 
     def _force_stride(self) -> None:
-        if not self._repairs:
+        if not self._gate.repairs:
             return
         if "stride" in self.meter.model_fields_set and self.meter.stride != 1:
             raise ValueError(
@@ -177,7 +178,7 @@ class Policy(_Section):
     @property
     def repairs(self) -> bool:
         """Whether the gate writes exact blocks back."""
-        return self._repairs
+        return self._gate.repairs
 
     @property
     def tier(self) -> Tier:
@@ -187,6 +188,10 @@ class Policy(_Section):
     def build_quantizer(self) -> Quantizer:
         """The quantizer with its parameters; quantizers are frozen, so it is always the same one."""
         return self._quantizer
+
+    def build_gate(self) -> Gate:
+        """The gate with its thresholds; gates are frozen and decide from what they are shown alone."""
+        return self._gate
 
 
 def _choose(named: tuple[int, ...] | None, model_layers: Sequence[int], key: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from witcert_core.gates import CellStatus
     from witcert_core.meter import CellBatch
 
 LAYER_NOT_METERED = "layer excluded from metering"
@@ -107,9 +108,9 @@ class RequestState:
     delta_spent: float = 0.0
     repaired_blocks: int = 0
     repaired_bytes: int = 0
-    exhausted_cells: int = 0
     unknown_reasons: Counter[str] = field(default_factory=Counter)
     tier_cells: Counter[str] = field(default_factory=Counter)
+    verdicts: Counter[CellStatus] = field(default_factory=Counter)
     audit: AuditCounts = field(default_factory=AuditCounts)
     beside: BesideCounts = field(default_factory=BesideCounts)
 

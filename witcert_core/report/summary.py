@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from witcert_core.bounds import FORM_NAMES
 from witcert_core.errors import ReportError
+from witcert_core.gates import CellStatus
 from witcert_core.hooks import cell_observers, plugin_manager, report_observers
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Tier
@@ -123,9 +125,11 @@ class RequestLedger:
         state.repaired_blocks += blocks
         state.repaired_bytes += nbytes
 
-    def count_exhausted(self, request_id: str, cells: int) -> None:
-        """Count cells that the gate could not certify: page-in budget spent, or block gone from the shadow."""
-        self._state(request_id).exhausted_cells += cells
+    def count_verdict(self, request_id: str, status: Tensor) -> None:
+        """Count what a gate said of the cells it was asked about: int64 of gates.CellStatus, any shape."""
+        verdicts = self._state(request_id).verdicts
+        for code, count in enumerate(torch.bincount(status.flatten().cpu(), minlength=len(CellStatus)).tolist()):
+            verdicts[CellStatus(code)] += count
 
     def summary(self, request_id: str) -> dict[str, Any]:
         """The request so far (schema witcert.request/1); a request never seen has nothing measured."""
@@ -195,7 +199,7 @@ class RequestLedger:
             "engine": self._engine,
             "quantizer": policy.quantizer.name,
             "tier": policy.tier,
-            "claim": claim(policy.tier, policy.meter.delta, state.beside.cells > 0),
+            "claim": claim(policy.tier, policy.meter.delta, state.beside.cells, state.tier_cells["witness"]),
             "tau": policy.gate.tau,
             "rows_seen": state.rows_metered + state.unknown_rows,
             "rows_metered": state.rows_metered,
@@ -231,7 +235,9 @@ class RequestLedger:
                 "kind": policy.gate.kind,
                 "repaired_blocks": state.repaired_blocks,
                 "bytes": state.repaired_bytes,
-                "exhausted_cells": state.exhausted_cells,
+                "certified": state.verdicts[CellStatus.CERTIFIED],
+                "ranked": state.verdicts[CellStatus.RANKED],
+                "not_certified": state.verdicts[CellStatus.NOT_CERTIFIED],
             },
             "layers_excluded": {
                 str(layer): why for layer, why in sorted((self._excluded | self._exempt).items())

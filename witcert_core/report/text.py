@@ -10,6 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 UNKNOWN = "?"
+_VERDICTS = {
+    "certified": "cells certified",
+    "ranked": "saturated cells brought down by rank, which promises nothing",
+    "not_certified": "cells NOT certified",
+}
 
 
 def render_sentence(summary: Mapping[str, Any]) -> str:
@@ -40,7 +45,7 @@ def render_table(summary: Mapping[str, Any]) -> Table:
     table = Table(title=f"worst bound by layer and query head, tau {tau:g}", caption=_legend(summary), pad_edge=False)
     table.add_column("layer", justify="right", no_wrap=True)
     for head in range(len(grid[0]) if grid else 0):
-        table.add_column(str(head), justify="right", no_wrap=True)
+        table.add_column(str(head), justify="right", no_wrap=True, min_width=4)
     table.add_column("certified", justify="right", no_wrap=True)
     table.add_column("decided by", no_wrap=True)
     for layer, meters in zip(summary["by_layer"], grid, strict=True):
@@ -105,9 +110,8 @@ def _gate(gate: Mapping[str, Any]) -> list[str]:
     if gate["kind"] == "observe":
         return []
     text = f"gate {gate['kind']} restored {gate['repaired_blocks']} blocks ({gate['bytes']} bytes)"
-    if gate["exhausted_cells"]:
-        text += f" and left {gate['exhausted_cells']} cells not certified, its budget or shadow exhausted"
-    return [text]
+    told = [f"{gate[key]} {words}" for key, words in _VERDICTS.items() if gate[key]]
+    return [f"{text}: {', '.join(told)}" if told else text]
 
 
 def _why(reasons: Mapping[str, int]) -> str:
