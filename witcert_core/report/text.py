@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -42,10 +43,11 @@ def render_table(summary: Mapping[str, Any]) -> Table:
     """Layer by query head: the worst bound, green up to tau, yellow above, red where it says nothing, ? unknown."""
     tau = summary["tau"]
     grid = summary["worst_by_layer_head"]
-    table = Table(title=f"worst bound by layer and query head, tau {tau:g}", caption=_legend(summary), pad_edge=False)
+    title = f"worst bound by layer and query head, tau {tau:g}"
+    table = Table(title=title, caption=_legend(summary), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("layer", justify="right", no_wrap=True)
     for head in range(len(grid[0]) if grid else 0):
-        table.add_column(str(head), justify="right", no_wrap=True, min_width=4)
+        table.add_column(str(head), justify="right", no_wrap=True)
     table.add_column("certified", justify="right", no_wrap=True)
     table.add_column("decided by", no_wrap=True)
     for layer, meters in zip(summary["by_layer"], grid, strict=True):
@@ -74,7 +76,7 @@ def _shaded(meter: float | None, tau: float) -> Text:
     if meter is None:
         return Text(UNKNOWN, style="dim")
     style = "green" if meter <= tau else "yellow" if meter < 1 else "red"
-    return Text(number_up(meter), style=style)
+    return Text(number_up(meter).removeprefix("0") if meter else "0", style=style)
 
 
 def _legend(summary: Mapping[str, Any]) -> str:
