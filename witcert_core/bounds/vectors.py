@@ -1,7 +1,7 @@
 """Checking every bound against a file of cells whose exact supremum is known.
 
-The file is a JSON object ``{"note": ..., "cases": [...]}``; each case has ``p_compressed`` and ``radius`` (lists
-of one length) and ``sup_tv``, the supremum of TV over ``|eps| <= radius``. Other keys are ignored.
+The file is a JSON object ``{"note": ..., "cases": [...]}``; each case has ``p_compressed`` and ``radius``
+(lists of one length) and ``sup_tv``, the supremum of TV over ``|eps| <= radius``. Other keys are ignored.
 """
 
 from __future__ import annotations
