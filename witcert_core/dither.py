@@ -125,7 +125,7 @@ def group_scales(x: Tensor, group: int = GROUP) -> Tensor:
     head_dim = x.shape[-1]
     pad = num_groups(head_dim, group) * group - head_dim
     magnitude = torch.nn.functional.pad(x.to(torch.float64).abs(), (0, pad))
-    amax = magnitude.reshape(*x.shape[:-1], -1, group).amax(dim=-1)
+    amax = magnitude.reshape(*x.shape[:-1], num_groups(head_dim, group), group).amax(dim=-1)
     wanted = amax / 127.0
     half = wanted.to(torch.float16)
     infinity = torch.full_like(half, float("inf"))
@@ -182,7 +182,8 @@ def group_witness_codes(exact: Tensor, stored: Tensor, scales: Tensor, group: in
     head_dim = exact.shape[-1]
     pad = num_groups(head_dim, group) * group - head_dim
     residual = stored.to(torch.float64) - exact.to(torch.float64)
-    grouped = torch.nn.functional.pad(residual, (0, pad)).reshape(*residual.shape[:-1], -1, group)
+    padded = torch.nn.functional.pad(residual, (0, pad))
+    grouped = padded.reshape(*residual.shape[:-1], num_groups(head_dim, group), group)
     norm = torch.linalg.vector_norm(grouped, dim=-1)
     unit = _witness_unit(scales, group)
     known = (unit > 0) & unit.isfinite()
