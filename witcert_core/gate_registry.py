@@ -21,12 +21,14 @@ class GateRegistry:
             self.register(builtin)
 
     def register(self, cls: type[Gate]) -> type[Gate]:
-        """Add a frozen dataclass with `name`, `repairs` and `decide`; PluginError if it is not one or its name is taken.
+        """Add a frozen dataclass with name, repairs and decide; PluginError if it is none or its name taken.
 
         Its fields get their values from the keys of the policy's `gate` section with the same names.
         """
         if not isclass(cls) or not is_dataclass(cls) or not callable(getattr(cls, "decide", None)):
-            raise PluginError(f"cannot register gate {cls!r}: expected a frozen dataclass with a method decide")
+            raise PluginError(
+                f"cannot register gate {cls!r}: expected a frozen dataclass with a method decide"
+            )
         name, repairs = getattr(cls, "name", None), getattr(cls, "repairs", None)
         if not isinstance(name, str) or not isinstance(repairs, bool):
             raise PluginError(
@@ -50,9 +52,11 @@ class GateRegistry:
         return self._classes[name]
 
     def build(self, name: str, settings: Mapping[str, Any]) -> Gate:
-        """The gate with those settings it has fields for; the others are the caller's to heed (budget, block size)."""
+        """The gate with the settings it has fields for; the others (budget, block size) are the caller's."""
         cls: Any = self.cls(name)
-        gate: Gate = cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
+        gate: Gate = cls(
+            **{field.name: settings[field.name] for field in fields(cls) if field.name in settings}
+        )
         return gate
 
 

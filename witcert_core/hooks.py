@@ -1,7 +1,7 @@
 """Plugins: what they can hook, and how they are found.
 
-A distribution joins through the entry-point group `witcert.plugins`. Its entry point is a module (or an object)
-with @hookimpl functions, or simply the module whose @quantizer functions register themselves on import.
+A distribution joins through the entry-point group `witcert.plugins`. Its entry point is a module (or
+an object) with @hookimpl functions, or simply the module whose @quantizer functions register on import.
 pluggy works at plan time only: the hot path gets plain tuples of callables.
 """
 
@@ -42,7 +42,7 @@ class WitCertHooks:
 
     @hookspec
     def witcert_on_cell(self, event: CellEvent) -> None:
-        """The measured rows of one layer and pass, all heads at once. Tensors are shared: do not write to them."""
+        """One measured row of a layer, all heads at once. The tensors are shared: do not write to them."""
 
     @hookspec
     def witcert_report(self, summary: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ _SPECS = tuple(name for name in vars(WitCertHooks) if name.startswith("witcert_"
 
 @cache
 def plugin_manager() -> pluggy.PluginManager:
-    """The plugin manager of this process, with every installed plugin loaded; PluginError if one cannot be."""
+    """The plugin manager of this process, every installed plugin loaded; PluginError if one cannot be."""
     return load_plugins(entry_points(group=ENTRY_POINT_GROUP), REGISTRY, GATES)
 
 
@@ -134,10 +134,12 @@ def _plain(caller: pluggy.HookCaller, argument: str) -> tuple[Callable[[Any], No
     for implementation in caller.get_hookimpls():
         if implementation.hookwrapper or implementation.wrapper:
             raise PluginError(
-                f"plugin {implementation.plugin_name!r}: {caller.name} cannot be a wrapper; make it a plain function"
+                f"plugin {implementation.plugin_name!r}: {caller.name} cannot be a wrapper; "
+                "make it a plain function"
             )
         takes = implementation.argnames
-        functions.append(implementation.function if argument in takes else _ignoring(implementation.function))
+        function: Callable[[Any], Any] = implementation.function
+        functions.append(function if argument in takes else _ignoring(function))
     return tuple(functions)
 
 

@@ -45,7 +45,7 @@ def _at_key(key: str) -> Iterator[None]:
 
 
 def parse_layers(given: object) -> object:
-    """A layer list as written (3, "0-3", [0, "4-7"]) as a sorted tuple of ids; None stays None (every layer)."""
+    """A layer list as written (3, "0-3", [0, "4-7"]) as sorted ids; None, every layer, stays None."""
     if given is None:
         return None
     items = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -128,7 +128,7 @@ class ReportSettings(_Section):
 
 
 class Policy(_Section):
-    """A checked policy. `Policy(...)` raises pydantic's error; `load_policy` and `parse_policy` a PolicyError."""
+    """A checked policy. `Policy(...)` raises pydantic's error, `load_policy` and `parse_policy` ours."""
 
     version: Literal[1]
     quantizer: QuantizerSettings
@@ -152,8 +152,8 @@ class Policy(_Section):
         self._force_stride()
         if self.report.cells != "none" and self.report.jsonl is None:
             raise ValueError(
-                f"report.cells: is {self.report.cells!r}, but cell records go to report.jsonl, which is null; "
-                "give it a path or set report.cells to 'none'"
+                f"report.cells: is {self.report.cells!r}, but cell records go to report.jsonl, which is "
+                "null; give it a path or set report.cells to 'none'"
             )
         return self
 
@@ -224,7 +224,7 @@ def parse_policy(data: object, origin: str = "policy") -> Policy:
 
 
 def load_policy(path: str | Path) -> Policy:
-    """Read and check a policy file; PolicyError names the file, the key path, the value and what is allowed."""
+    """Read and check a policy file; PolicyError names the file, key path, value and what is allowed."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

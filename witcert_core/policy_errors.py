@@ -38,7 +38,9 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
         words = [word.strip("' ") for word in allowed.replace(" or ", ", ").split(",")]
         return f"{path}: is {value}{did_you_mean(detail['input'], words)}; allowed: {allowed}"
     if kind in ("model_type", "model_attributes_type"):
-        return f"{path}: is {value}; allowed: a mapping with the keys {listed(_keys_of(detail['loc'], model))}"
+        return (
+            f"{path}: is {value}; allowed: a mapping with the keys {listed(_keys_of(detail['loc'], model))}"
+        )
     message = detail["msg"].removeprefix("Input should be ")
     return f"{path}: is {value}; allowed: {message}"
 

@@ -11,7 +11,7 @@ from yaml.nodes import MappingNode
 
 
 class PolicyLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys, and reads 1e-2 as text for want of a dot; both would mislead."""
+    """PyYAML keeps the last of two equal keys and reads 1e-2, for want of a dot, as text; both mislead."""
 
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

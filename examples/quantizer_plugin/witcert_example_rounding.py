@@ -1,6 +1,7 @@
 """A quantizer as a plugin: one function."""
 
 from torch import Tensor
+
 from witcert_core import quantizer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
 from witcert_core import CellBatch, Policy
 from witcert_core.bounds import FORM_NAMES
 from witcert_core.policy import parse_policy

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
+
 from witcert_core import load_policy
 from witcert_core.cli import main
 from witcert_core.hooks import quantizer_registry
@@ -56,8 +57,14 @@ def test_init_defaults_and_never_overwrites(
         (["--nonsense"], "No such option"),
         (["policy", "check"], "Missing argument"),
         (["policy", "check", "nowhere.yaml"], "nowhere.yaml: cannot be read: No such file or directory"),
-        (["policy", "init", "--preset", "gate", "x"], "unknown preset 'gate' (did you mean 'gated'?); known: observe"),
-        (["policy", "init", "/no/such/p.yaml"], "/no/such/p.yaml: cannot be written: No such file or directory"),
+        (
+            ["policy", "init", "--preset", "gate", "x"],
+            "unknown preset 'gate' (did you mean 'gated'?); known: observe",
+        ),
+        (
+            ["policy", "init", "/no/such/p.yaml"],
+            "/no/such/p.yaml: cannot be written: No such file or directory",
+        ),
         (["quantizers", "--head-dim", "0"], "Invalid value for '--head-dim'"),
         (["bounds", "check", "nowhere.json"], "nowhere.json"),
     ],

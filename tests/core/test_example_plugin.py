@@ -43,7 +43,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     target = folder / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
     subprocess.run(
-        [*pip, "--no-deps", "--no-build-isolation", "--target", str(target), str(source)], check=True, timeout=120
+        [*pip, "--no-deps", "--no-build-isolation", "--target", str(target), str(source)],
+        check=True,
+        timeout=120,
     )
     return os.environ | {"PYTHONPATH": str(target)}
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pluggy
 import pytest
+
 from witcert_core import PluginError
 from witcert_core.gate_registry import GateRegistry
 from witcert_core.hooks import cell_observers, load_plugins, plugin_manager, report_observers
@@ -144,7 +145,9 @@ def test_bad_gates_are_refused(record: type, message: str) -> None:
 )
 def test_a_plugin_that_fails_is_named_with_its_cause(install: Install, source: str, cause: str) -> None:
     entry = install("plug_bad", source)
-    with pytest.raises(PluginError, match=rf"plugin 'plug' of dist-plug_bad 2.5 \(plug_bad\).*{cause}") as raised:
+    with pytest.raises(
+        PluginError, match=rf"plugin 'plug' of dist-plug_bad 2.5 \(plug_bad\).*{cause}"
+    ) as raised:
         load(entry)
     assert "\n" not in str(raised.value)
 
@@ -175,7 +178,9 @@ def witcert_report():
 
 
 def test_observer_wrappers_are_refused(install: Install) -> None:
-    source = "from witcert_core import hookimpl\n@hookimpl(wrapper=True)\ndef witcert_on_cell(event):\n    yield"
+    source = (
+        "from witcert_core import hookimpl\n@hookimpl(wrapper=True)\ndef witcert_on_cell(event):\n    yield"
+    )
     manager, _, _ = load(install("plug_wrap", source))
     with pytest.raises(PluginError, match="witcert_on_cell cannot be a wrapper"):
         cell_observers(manager)

@@ -13,6 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from report_batches import batch, make_policy
+
 from witcert_core import RequestLedger
 from witcert_core.report.prometheus import METER_BUCKETS, Metrics, _observe_many
 
@@ -60,7 +61,9 @@ def test_a_request_without_measurements_has_no_worst_meter() -> None:
 def test_many_at_once_equal_one_by_one() -> None:
     values = torch.cat([torch.rand(500, dtype=torch.float64) ** 3, torch.tensor([0.0, *METER_BUCKETS])])
     registry = CollectorRegistry()
-    at_once, single = (Histogram(n, n, buckets=METER_BUCKETS, registry=registry) for n in ("at_once", "single"))
+    at_once, single = (
+        Histogram(n, n, buckets=METER_BUCKETS, registry=registry) for n in ("at_once", "single")
+    )
     _observe_many(at_once, values, torch.tensor(METER_BUCKETS, dtype=torch.float64))
     for number in values.tolist():
         single.observe(number)
@@ -83,7 +86,7 @@ book.finish("r", "stop")
 
 
 def test_processes_add_up(tmp_path: Path) -> None:
-    """As an engine runs it: schedulers count into PROMETHEUS_MULTIPROC_DIR, the HTTP process sums the files."""
+    """As an engine runs it: schedulers count into PROMETHEUS_MULTIPROC_DIR, the HTTP process sums up."""
     env = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
     for rows in ("2", "5"):
         subprocess.run([sys.executable, "-c", PROCESS, rows], env=env, check=True)

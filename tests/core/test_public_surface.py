@@ -6,13 +6,17 @@ import inspect
 import re
 
 import pytest
+
 import witcert_core
 
 
 def test_the_page_names_exactly_what_is_exported() -> None:
     page = inspect.getdoc(witcert_core) or ""
     table = page.split("\n\n")[2]
-    named = set(re.findall(r"\w+", " ".join(line[20:] for line in table.splitlines()))) - {"decorator", "base"}
+    named = set(re.findall(r"\w+", " ".join(line[20:] for line in table.splitlines()))) - {
+        "decorator",
+        "base",
+    }
     assert named == set(witcert_core.__all__)
 
 

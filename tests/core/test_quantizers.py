@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor
+
 from witcert_core import QuantContext, Quantizer, QuantizerError, RotarySpec, quantizer
 from witcert_core.bands import band_map
 from witcert_core.dither import DitherKey
@@ -28,7 +29,8 @@ def context(heads: tuple[int, ...] = (0, 1), head_dim: int = 64, rows: int = 4) 
 
 def run(quant: Quantizer, x: Tensor, kind: str = "k") -> Tensor:
     ctx = context(tuple(range(x.shape[1])), x.shape[2], x.shape[0])
-    return quant.fake_quantize(x, kind=kind, layer=0, positions=torch.arange(x.shape[0]), ctx=ctx)  # type: ignore[arg-type]
+    positions = torch.arange(x.shape[0])
+    return quant.fake_quantize(x, kind=kind, layer=0, positions=positions, ctx=ctx)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -39,7 +41,7 @@ def test_contract(name: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize("name", REGISTRY.names())
 def test_nonfinite_input_leaves_no_bound(name: str) -> None:
-    """Whatever is stored for NaN or Inf, the witness of that token and head is infinite, its neighbours' finite."""
+    """Whatever is stored for NaN or Inf, the witness of its token and head is infinite, others finite."""
     bands = band_map(RotarySpec(64))
     for bad in (float("nan"), float("inf"), float("-inf")):
         x = torch.randn(4, 2, 64, generator=torch.Generator().manual_seed(0))
@@ -90,7 +92,7 @@ def test_groups_do_not_touch_each_other_and_the_short_one_is_its_own() -> None:
     changed[..., 64:] *= 100
     before, after = (run(REGISTRY.get("int4_token_group"), t) for t in (x, changed))
     assert torch.equal(before[..., :64], after[..., :64])
-    # fp16 keeps the short group's own minimum to 11 bits; a padding zero would have become the minimum of 5 + x.
+    # fp16 keeps the short group's own minimum to 11 bits; a zero as padding would be the minimum of 5 + x.
     shifted = run(REGISTRY.get("int8_token_group"), 5 + x)[..., 64:]
     spread = float((5 + x)[..., 64:].max() - (5 + x)[..., 64:].min())
     assert (shifted - (5 + x)[..., 64:]).abs().max() <= spread / 255 / 2 + 5 * 2**-10
@@ -233,7 +235,7 @@ def test_names_are_unique() -> None:
     registry = QuantizerRegistry()
     registry.register(Good)
     registry.register(Good)
-    with pytest.raises(QuantizerError, match="name 'good' is taken: .*Good has it, .*Variant wants it"):
+    with pytest.raises(QuantizerError, match=r"name 'good' is taken: .*Good has it, .*Variant wants it"):
         registry.register(variant(name="good"))
 
 

@@ -47,7 +47,9 @@ def root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
-        code = app(args=None if arguments is None else list(arguments), prog_name="witcert", standalone_mode=False)
+        code = app(
+            args=None if arguments is None else list(arguments), prog_name="witcert", standalone_mode=False
+        )
     except WitCertError as error:
         return _complain(str(error))
     except _ClickError as error:

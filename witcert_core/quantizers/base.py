@@ -93,9 +93,7 @@ class DitheredQuantizer(Quantizer):
     tier: ClassVar[Tier] = "dither"
 
     @abstractmethod
-    def encode(
-        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Encoded:
+    def encode(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Encoded:
         """The codes, scales and decoded values of x [N, H, D] float32."""
 
     def fake_quantize(

@@ -29,7 +29,7 @@ class NoQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class _Float8Cast(Quantizer):
-    """Scale 1, round to nearest even; beyond the largest finite value (Inf too) it saturates, NaN stays NaN."""
+    """Scale 1, ties to even; beyond the largest finite value (Inf too) it saturates, NaN stays NaN."""
 
     float8: ClassVar[torch.dtype]
 

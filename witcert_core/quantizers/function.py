@@ -70,11 +70,15 @@ def _read_signature(
 ) -> tuple[list[str], list[tuple[str, Any, Any]]]:
     """Which of the context keywords f wants, and its own parameters as dataclass fields."""
     arguments = list(signature(function).parameters.values())
-    positional = [a for a in arguments if a.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
-    if len(positional) != 1 or any(a.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for a in arguments):
+    positional = [
+        a for a in arguments if a.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(positional) != 1 or any(
+        a.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for a in arguments
+    ):
         raise QuantizerError(
-            f"quantizer {name!r}: {function.__qualname__}{signature(function)} must take exactly one positional "
-            f"argument, the tensor; everything else is keyword-only, e.g. (x, *, kind, bits: int = 4)"
+            f"quantizer {name!r}: {function.__qualname__}{signature(function)} must take "
+            f"exactly one positional argument, the tensor; others are keyword-only, as in (x, *, bits: int = 4)"
         )
     hints = get_type_hints(function)
     keywords: list[str] = []

@@ -23,9 +23,7 @@ class Int8Dither(DitheredQuantizer):
 
     name: ClassVar[str] = "int8_dither"
 
-    def encode(
-        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Encoded:
+    def encode(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Encoded:
         check_input(self.name, x, kind, positions, ctx)
         if ctx.row_ids is None or ctx.dither_key is None:
             raise QuantizerError(

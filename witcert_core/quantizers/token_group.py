@@ -16,7 +16,7 @@ _FP16_MAX = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class _TokenGroup(Quantizer):
-    """x~ = zero + scale * round((x - zero) / scale), zero = min and scale = (max - min) / (2^bits - 1) in fp16.
+    """x~ = zero + scale * round((x - zero) / scale) with fp16 zero = min, scale = (max - min)/(2^bits - 1).
 
     Ranges beyond fp16 saturate; a NaN makes its own group NaN. The last group may be short.
     """
@@ -45,7 +45,8 @@ class _TokenGroup(Quantizer):
         scale = ((high - low) / largest_code).to(torch.float16).to(torch.float32)
         step = torch.where(scale == 0, torch.ones_like(scale), scale)
         codes = ((grouped - zero) / step).round().clamp(0, largest_code)
-        return (zero + scale * codes).flatten(start_dim=2)[..., :head_dim].contiguous()
+        stored: Tensor = (zero + scale * codes).flatten(start_dim=2)
+        return stored[..., :head_dim].contiguous()
 
     def bytes_per_token_head(self, head_dim: int) -> float:
         num_groups = -(-head_dim // self.group_size)

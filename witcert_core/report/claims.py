@@ -11,11 +11,15 @@ def claim(tier: Tier, delta: float, cells_beside: int, cells_undithered: int) ->
     """The claim of a request's meter.
 
     delta: the failure probability of the request. cells_beside: cells that also have a deterministic bound.
-    cells_undithered: cells whose only bound is deterministic, since the declared rows were used up (tier dither).
+    cells_undithered: cells whose only bound is deterministic, the declared rows being used up (tier dither).
     """
     if tier == "witness":
         return f"tier W: deterministic, any query; {LOCAL}"
     law = f"tier D: probability >= 1-{delta:g}, non-adaptive queries"
-    beside = "tier W (deterministic, any query) beside it" if cells_beside else "tier W was not measured beside it"
-    beyond = f"; {cells_undithered} cells beyond the declared rows have tier W alone" if cells_undithered else ""
+    beside = (
+        "tier W (deterministic, any query) beside it" if cells_beside else "tier W was not measured beside it"
+    )
+    beyond = (
+        f"; {cells_undithered} cells beyond the declared rows have tier W alone" if cells_undithered else ""
+    )
     return f"{law}; {beside}{beyond}; {LOCAL}"

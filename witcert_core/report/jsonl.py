@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class JsonlWriter:
     """One writer per process; `{pid}` in the path becomes the process id.
 
-    A line goes out in one write to a file opened for appending, so that processes sharing a file do not mix lines.
-    The file is opened at once: a path that cannot be written is an error at start (ReportError), not at midnight.
+    A line goes out in one write to a file opened for appending; processes that share it do not mix lines.
+    The file is opened at once: a path that cannot be written is a ReportError at start, not at midnight.
     A line lost later (disk full) must not stop serving: it is logged once and counted in `dropped`.
     """
 
@@ -47,7 +47,9 @@ class JsonlWriter:
     def close(self) -> None:
         os.close(self._file)
 
-    def _drop(self, why: str) -> None:
+    def _drop(self, why: str | None) -> None:
         if self.dropped == 0:
-            logger.error("report.jsonl: a record for %s was lost (%s); later losses are only counted", self.path, why)
+            logger.error(
+                "report.jsonl: a record for %s was lost (%s); later losses are only counted", self.path, why
+            )
         self.dropped += 1

@@ -1,7 +1,7 @@
 """Prometheus metrics, created on first use; they also work in prometheus_client's multiprocess mode.
 
-prometheus_client decides on that mode when it is imported, so it is imported as late as possible: after an engine
-has set PROMETHEUS_MULTIPROC_DIR.
+prometheus_client decides on that mode when it is imported, so it is imported as late as possible: after an
+engine has set PROMETHEUS_MULTIPROC_DIR.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ METER_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7,
 class Metrics:
     """The metrics of one process. One per registry: a second one would register the same names twice.
 
-    registry: where to register; None is prometheus_client's default. Labels are the quantizer's name and a status:
-    request ids, layers and heads never become labels.
+    registry: where to register; None is prometheus_client's default. Labels are the quantizer's name and a
+    status: request ids, layers and heads never become labels.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -89,8 +89,8 @@ class Metrics:
 
 
 def _observe_many(histogram: Any, values: Tensor, edges: Tensor) -> None:
-    """histogram.observe for every value at once. prometheus_client has no public way to add counts to a bucket;
-    a test holds this against observe."""
+    """histogram.observe for every value at once. prometheus_client has no public way to add counts to a
+    bucket; a test holds this against observe."""
     counts = torch.bincount(torch.bucketize(values, edges), minlength=len(edges) + 1)
     for bucket, count in zip(histogram._buckets, counts.tolist(), strict=True):
         if count:

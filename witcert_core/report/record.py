@@ -44,7 +44,9 @@ def json_number(value: float) -> Number:
     return value if math.isfinite(value) else "inf"
 
 
-def cell_records(event: CellEvent, heads: Sequence[int], form_names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def cell_records(
+    event: CellEvent, heads: Sequence[int], form_names: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """The records (schema witcert.cell/1) of some local heads of one measured row."""
     cells, row = event.cells, event.row
     for head in heads:
@@ -72,7 +74,19 @@ def cell_records(event: CellEvent, heads: Sequence[int], form_names: Sequence[st
 
 def unknown_record(request_id: str, rows: int, reason: str) -> dict[str, Any]:
     """The record of `rows` query rows of which no cell was measured: the same keys, null where unknown."""
-    keys = ("step", "position", "layer", "q_head", "tier", "meter", "form", "log_a", "m", "tv_audit", "out_bound")
+    keys = (
+        "step",
+        "position",
+        "layer",
+        "q_head",
+        "tier",
+        "meter",
+        "form",
+        "log_a",
+        "m",
+        "tv_audit",
+        "out_bound",
+    )
     return {
         "schema": CELL_SCHEMA,
         "request_id": request_id,

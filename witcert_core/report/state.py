@@ -121,9 +121,13 @@ class RequestState:
         self._certified_by_layer = [0] * self.num_layers
         self._rows_by_layer = [0] * self.num_layers
 
-    def observe(self, cells: CellBatch, row: int, layer: int, step: int, position: int, tau: float) -> Observed:
-        """Count row `row` of a batch of layer `layer`. Every layer sees the same rows, so the request has as many
-        rows as the layer that saw most."""
+    def observe(
+        self, cells: CellBatch, row: int, layer: int, step: int, position: int, tau: float
+    ) -> Observed:
+        """Count row `row` of a batch of layer `layer`.
+
+        Every layer sees the same rows, so the request has as many rows as the layer that saw most.
+        """
         meter = _meters(cells, row)
         form = cells.form[row].cpu()
         certified = int((meter <= tau).sum())
@@ -163,7 +167,9 @@ class RequestState:
 
     def worst_by_layer_head(self) -> list[list[float | None]]:
         """[L][H], None where nothing was measured."""
-        return [[value if value != _NOT_MEASURED else None for value in layer] for layer in self._worst.tolist()]
+        return [
+            [value if value != _NOT_MEASURED else None for value in layer] for layer in self._worst.tolist()
+        ]
 
     def by_layer(self, form_names: Sequence[str]) -> list[dict[str, Any]]:
         """[L] counts; form: what decided the layer's worst cell, None where nothing was measured."""

@@ -1,6 +1,6 @@
 """The ledger: what was measured, and what was not, for every request being served.
 
-Shapes: L layers, H query heads of this rank, F bound forms. A request costs O(L*H) memory, whatever its length.
+Shapes: L layers, H query heads of this rank. A request costs O(L*H) memory, whatever its length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RequestLedger:
 
     num_layers: layers of the model, so that layer ids run from 0 to num_layers - 1.
     num_qo_heads: query heads of this rank; the first one has the global id head_offset.
-    layers_excluded: layer -> why its cells are not measured although it reads quantized keys; they count as unknown.
+    layers_excluded: layer -> why its cells are not measured although they exist; they count as unknown.
     layers_exempt: layer -> why it has no cell at all (no attention, its own engine path); not counted.
     """
 
@@ -93,7 +93,9 @@ class RequestLedger:
         self._check_layer(layer)
         heads = cells.meter.shape[1]
         if heads != self._num_heads:
-            raise ReportError(f"layer {layer}: the batch has {heads} query heads, the ledger {self._num_heads}")
+            raise ReportError(
+                f"layer {layer}: the batch has {heads} query heads, the ledger {self._num_heads}"
+            )
         state = self._state(request_id)
         seen = state.observe(cells, row, layer, step, position, self._policy.gate.tau)
         if witness_cells is not None:
@@ -128,7 +130,9 @@ class RequestLedger:
     def count_verdict(self, request_id: str, status: Tensor) -> None:
         """Count what a gate said of the cells it was asked about: int64 of gates.CellStatus, any shape."""
         verdicts = self._state(request_id).verdicts
-        for code, count in enumerate(torch.bincount(status.flatten().cpu(), minlength=len(CellStatus)).tolist()):
+        for code, count in enumerate(
+            torch.bincount(status.flatten().cpu(), minlength=len(CellStatus)).tolist()
+        ):
             verdicts[CellStatus(code)] += count
 
     def summary(self, request_id: str) -> dict[str, Any]:
@@ -221,9 +225,7 @@ class RequestLedger:
             "worst_by_layer_head": state.worst_by_layer_head(),
             "by_layer": state.by_layer(FORM_NAMES),
             "forms": {
-                name: count
-                for name, count in zip(FORM_NAMES, state.forms.tolist(), strict=True)
-                if count
+                name: count for name, count in zip(FORM_NAMES, state.forms.tolist(), strict=True) if count
             },
             "log_a_max": None if not measured else json_number(state.log_a_max),
             "out_bound_rel_max": None if not measured else json_number(state.out_bound_rel_max),

@@ -21,7 +21,7 @@ _VERDICTS = {
 def render_sentence(summary: Mapping[str, Any]) -> str:
     """What the meter saw of a request (schema witcert.request/1), in one sentence."""
     who = f"request {summary['request_id']} ({summary['quantizer']} on {summary['engine']})"
-    measured, unknown = summary["cells_measured"], summary["cells_unknown"]
+    measured, unknown, tau = summary["cells_measured"], summary["cells_unknown"], summary["tau"]
     if not measured:
         return (
             f"{who}: nothing was measured{_why(summary['unknown_reasons'])}; "
@@ -31,7 +31,7 @@ def render_sentence(summary: Mapping[str, Any]) -> str:
         f"{_violations(summary['audit'])}{_worst(summary)}",
         f"{measured} of {measured + unknown} cells were measured"
         + (f", the other {unknown} are unknown{_why(summary['unknown_reasons'])}" if unknown else ""),
-        f"{percent_down(summary['certified_share'])} of the measured ones are certified at tau {summary['tau']:g}",
+        f"{percent_down(summary['certified_share'])} of the measured ones are certified at tau {tau:g}",
         *_audit(summary["audit"]),
         *_gate(summary["gate"]),
         summary["claim"],
@@ -40,11 +40,13 @@ def render_sentence(summary: Mapping[str, Any]) -> str:
 
 
 def render_table(summary: Mapping[str, Any]) -> Table:
-    """Layer by query head: the worst bound, green up to tau, yellow above, red where it says nothing, ? unknown."""
+    """Layer by query head: worst bound, green up to tau, yellow above, red if it says nothing, ? unknown."""
     tau = summary["tau"]
     grid = summary["worst_by_layer_head"]
     title = f"worst bound by layer and query head, tau {tau:g}"
-    table = Table(title=title, caption=_legend(summary), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=title, caption=_legend(summary), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     table.add_column("layer", justify="right", no_wrap=True)
     for head in range(len(grid[0]) if grid else 0):
         table.add_column(str(head), justify="right", no_wrap=True)
@@ -91,21 +93,25 @@ def _worst(summary: Mapping[str, Any]) -> str:
     if worst["meter"] >= 1:
         return f"the bound says nothing about at least one cell (meter 1 at {where})"
     return (
-        f"compression moved the attention weights of a measured cell by at most {number_up(worst['meter'], 4)} "
-        f"total variation ({where}, by {worst['form']})"
+        "compression moved the attention weights of a measured cell "
+        f"by at most {number_up(worst['meter'], 4)} total variation ({where}, by {worst['form']})"
     )
 
 
 def _violations(audit: Mapping[str, Any]) -> str:
     if not audit["violations"]:
         return ""
-    return f"BOUND VIOLATED in {audit['violations']} of {audit['cells']} audited cells, do not trust this meter: "
+    cells = f"{audit['violations']} of {audit['cells']} audited cells"
+    return f"BOUND VIOLATED in {cells}, do not trust this meter: "
 
 
 def _audit(audit: Mapping[str, Any]) -> list[str]:
     if not audit["cells"] or audit["violations"]:
         return []
-    return [f"none of {audit['cells']} audited cells exceeded its bound (largest true value {audit['tv_max']:.4f})"]
+    return [
+        f"none of {audit['cells']} audited cells exceeded its bound "
+        f"(largest true value {audit['tv_max']:.4f})"
+    ]
 
 
 def _gate(gate: Mapping[str, Any]) -> list[str]:
