@@ -176,8 +176,6 @@ def counting(x: Tensor) -> Tensor:
         (per_batch, "a token depends on the others of its batch"),
         (per_token, "a head depends on the others"),
         (counting, "another result the second time"),
-        (lambda x: x.mul_(2), "the input was written to"),
-        (lambda x: x, "shares memory with the input"),
         (lambda x: x.to(torch.bfloat16), "the result is torch.bfloat16"),
         (lambda x: (x * 2)[..., :1], "the result has shape"),
         (lambda x: (x * 1e38 * 10).clone(), "finite input .* gave NaN or Inf"),
@@ -193,6 +191,19 @@ def test_each_broken_promise_is_found(function: object, broken: str) -> None:
         check_quantizer(registry.get("broken"))
 
 
+def test_a_function_may_write_to_its_argument() -> None:
+    registry = QuantizerRegistry()
+
+    @quantizer("in_place", registry=registry)
+    def in_place(x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+    x = torch.ones(1, 1, 64)
+    assert (run(registry.get("in_place"), x) == 2).all()
+    assert (x == 1).all()
+    check_quantizer(registry.get("in_place"))
+
+
 @dataclass(frozen=True)
 class Good(Quantizer):
     name: ClassVar[str] = "good"
@@ -204,6 +215,19 @@ class Good(Quantizer):
 
 def variant(**changes: object) -> type[Quantizer]:
     return dataclass(frozen=True)(type("Variant", (Good,), changes))
+
+
+@pytest.mark.parametrize(
+    ("method", "broken"),
+    [
+        (lambda self, x, *, kind, layer, positions, ctx: x.mul_(2), "the input was written to"),
+        (lambda self, x, *, kind, layer, positions, ctx: x, "shares memory with the input"),
+        (lambda self, x, *, kind, layer, positions: x.clone(), "TypeError: .*ctx"),
+    ],
+)
+def test_each_promise_broken_by_a_class_is_found(method: object, broken: str) -> None:
+    with pytest.raises(QuantizerError, match=broken):
+        check_quantizer(variant(fake_quantize=method)())
 
 
 class NotFrozen(Quantizer):
@@ -261,6 +285,7 @@ def test_parameter_without_default_and_refused_by_the_quantizer() -> None:
     def needs(x: Tensor, *, step: float) -> Tensor:
         return x * step
 
+    assert registry.required("needs") == registry.parameters("needs") == ("step",)
     with pytest.raises(QuantizerError, match="parameter 'step' is missing"):
         registry.get("needs")
     with pytest.raises(QuantizerError, match="group_size is 0; expected >= 1"):

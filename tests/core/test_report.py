@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from io import StringIO
 from pathlib import Path
@@ -15,7 +16,7 @@ from jsonschema import Draft202012Validator
 from report_batches import batch, make_policy
 from rich.console import Console
 
-from witcert_core import CellBatch, CellEvent, RequestLedger, render_sentence, render_table
+from witcert_core import CellEvent, RequestLedger, render_sentence, render_table
 from witcert_core.bounds import FORM_NAMES
 from witcert_core.errors import ReportError
 from witcert_core.gates import CellStatus
@@ -312,6 +313,18 @@ def test_jsonl_appends_and_counts_losses(tmp_path: Path, caplog: pytest.LogCaptu
     assert book.summary("r")["records_dropped"] == 3
 
 
+def test_a_torn_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = JsonlWriter(tmp_path / "log.jsonl")
+    write = os.write
+    writer.write({"a": 1})
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda file, line: write(file, line[: len(line) // 2]))
+        writer.write({"lost": "in the middle"})
+    writer.write({"b": 2})
+    first, _, last = writer.path.read_text().splitlines()
+    assert (json.loads(first), json.loads(last), writer.dropped) == ({"a": 1}, {"b": 2}, 1)
+
+
 def test_jsonl_path_is_checked_at_start(tmp_path: Path) -> None:
     with pytest.raises(
         ReportError, match=r"report\.jsonl: .*/no/such\.jsonl cannot be opened for appending: No such"
@@ -382,7 +395,3 @@ def test_reports_do_not_import_the_prometheus_client() -> None:
 
     code = "import sys, witcert_core.report.prometheus; sys.exit('prometheus_client' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_batches_are_as_the_meter_makes_them() -> None:
-    assert isinstance(batch([[0.1]]), CellBatch)

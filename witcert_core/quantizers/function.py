@@ -23,8 +23,8 @@ def quantizer(
 ) -> Callable[[Function], Function]:
     """Register `f(x) -> x~` and leave f as it is.
 
-    f takes x [N, H, D] float32 and returns what the cache would give back. It may ask for any of the keywords
-    kind, layer, positions, ctx; its other keyword-only arguments become `quantizer.params` of a policy.
+    f takes x [N, H, D] float32, its own copy, and returns what the cache would give back. It may ask for any
+    of the keywords kind, layer, positions, ctx; its other keyword-only arguments become `quantizer.params`.
     bytes: bytes of K and V together for one token and KV head, a number or a function of head_dim.
     """
 
@@ -44,7 +44,8 @@ def _class_of(name: str, function: Callable[..., Tensor], bytes: Bytes) -> type[
         check_input(name, x, kind, positions, ctx)
         known = {"kind": kind, "layer": layer, "positions": positions, "ctx": ctx}
         given = {key: known[key] for key in keywords}
-        return function(x, **given, **{key: getattr(self, key) for key, _, _ in params})
+        # x may be the engine's own exact keys: a function that writes to them would hide its error.
+        return function(x.clone(), **given, **{key: getattr(self, key) for key, _, _ in params})
 
     def bytes_per_token_head(self: Quantizer, head_dim: int) -> float | None:
         return bytes(head_dim) if callable(bytes) else bytes
@@ -78,7 +79,7 @@ def _read_signature(
     ):
         raise QuantizerError(
             f"quantizer {name!r}: {function.__qualname__}{signature(function)} must take "
-            f"exactly one positional argument, the tensor; others are keyword-only, as in (x, *, bits: int = 4)"
+            f"exactly one positional argument, the tensor; others are keyword-only: (x, *, bits: int = 4)"
         )
     hints = get_type_hints(function)
     keywords: list[str] = []

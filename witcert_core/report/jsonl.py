@@ -25,6 +25,7 @@ class JsonlWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(str(path).replace("{pid}", str(os.getpid())))
         self.dropped = 0
+        self._torn = False
         try:
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
@@ -36,12 +37,15 @@ class JsonlWriter:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record; strict JSON, so infinities must already be words."""
         line = (json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode()
+        if self._torn:  # end what is left of a line that did not fit, so that it spoils no other
+            line = b"\n" + line
         try:
             written = os.write(self._file, line)
         except OSError as error:
             self._drop(error.strerror)
             return
-        if written != len(line):
+        self._torn = written != len(line)
+        if self._torn:
             self._drop(f"{written} of {len(line)} bytes fitted")
 
     def close(self) -> None:
