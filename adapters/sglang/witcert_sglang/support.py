@@ -110,7 +110,7 @@ def check_port(host: str, port: int) -> None:
 def check_model(config: Any, backend: str) -> None:
     """Raise UnsupportedError for an architecture or head size the meter has no radii for."""
     name = (getattr(config.hf_config, "architectures", None) or ["this model"])[0]
-    if "MLA" in str(config.attention_arch):
+    if config.attention_arch.name == "MLA":
         raise UnsupportedError(
             f"{name} uses multi-head latent attention (MLA): its cache holds latents, for which there is no witness yet"
         )
