@@ -6,6 +6,8 @@ long context. The heaviest token is kept apart from the rest, which the needle b
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,14 @@ float64 it covers up to 2^16 tokens summed in sequence and logits up to 2^12; in
 of the kernels.
 """
 
-_LOWEST_LOG_WEIGHT = -700.0
-"""Weights below e^-700 count as e^-700, so that underflow never hides a token."""
+LEAST_WEIGHT = 1e-60
+LEAST_RADIUS = 1e-30
+"""Smaller weights, and smaller radii above 0, count as these: no product of two sums underflows."""
+
+
+def floored_radius(radius: Tensor) -> Tensor:
+    """Radii with every positive one raised to at least :data:`LEAST_RADIUS`."""
+    return torch.where(radius > 0, radius.clamp(min=LEAST_RADIUS), radius)
 
 
 def accumulate(
@@ -73,9 +81,10 @@ def accumulate_weights(p: Tensor, c: Tensor, log_p: Tensor | None = None) -> Ten
     weight = p.to(torch.float64)
     radius = c.to(torch.float64)
     log_weight = weight.log() if log_p is None else log_p.to(torch.float64)
-    log_weight = log_weight.clamp(min=_LOWEST_LOG_WEIGHT)
+    log_weight = log_weight.clamp(min=math.log(LEAST_WEIGHT))
     weight = log_weight.exp()
     bad = (weight.isnan() | radius.isnan() | (radius < 0)).any(dim=-1)
+    radius = floored_radius(radius)
     h = weight.argmax(dim=-1, keepdim=True)
     p_h, c_h = weight.gather(-1, h).squeeze(-1), radius.gather(-1, h).squeeze(-1)
     growth = torch.expm1(radius)

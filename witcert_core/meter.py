@@ -24,8 +24,6 @@ SOFTMAX_FP32 = 2.0**-20
 """Logit error that stands for exponentials, their fp32 sum and the division by it."""
 SOFTCAP_FP32 = 2.0**-21
 """Error of ``cap * tanh(z / cap)`` in fp32, as a share of the cap."""
-LEAST_WEIGHT = 1e-304
-"""Stands for weights that underflow, so that a token which could grow is never lost from the sweep."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ def _bound(form: str, acc: Tensor, logits: Tensor, c: Tensor, sinks: Tensor | No
     if form == "auto":
         return meter(acc)
     if form == "extremal":
-        weights = softmax_with_sink(logits, sinks).clamp(min=LEAST_WEIGHT)
+        weights = softmax_with_sink(logits, sinks)
         padded = torch.nn.functional.pad(c, (0, weights.shape[-1] - c.shape[-1]))
         value = extremal.bound(weights, padded)
     else:

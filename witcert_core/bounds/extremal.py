@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from witcert_core.accumulate import LEAST_WEIGHT, floored_radius
 from witcert_core.bounds._common import MAX_RADIUS
 from witcert_core.errors import InputError
 
@@ -33,8 +34,9 @@ def bound(p: Tensor, c: Tensor) -> Tensor:
     weight, radius = p.to(torch.float64), c.to(torch.float64)
     usable = (weight.isfinite() & (weight >= 0) & (radius >= 0) & (radius <= MAX_RADIUS)).all(dim=-1)
     usable &= weight.sum(dim=-1) > 0
-    radius = torch.where(usable[..., None], radius, 0.0)
+    radius = floored_radius(torch.where(usable[..., None], radius, 0.0))
     weight = torch.where(usable[..., None], weight, 1.0)
+    weight = weight.clamp(min=LEAST_WEIGHT * weight.sum(dim=-1, keepdim=True))
     radius, order = radius.sort(dim=-1, descending=True)
     weight = weight.gather(-1, order)
     grow, shrink = torch.expm1(radius), -torch.expm1(-radius)
@@ -50,7 +52,7 @@ def bound(p: Tensor, c: Tensor) -> Tensor:
     lost = weight * torch.exp(-radius)
     alpha, u = before(weight), before(weight * grow)
     beta, w, kept = after(weight), after(weight * shrink), after(lost)
-    part = _split(weight, grow, shrink, alpha, beta, u, w, kept)
+    part = _split(weight, lost, grow, shrink, alpha, beta, u, w, kept)
     rest = 1.0 - part
     alpha, u = alpha + part * weight, u + part * weight * grow
     beta, w, kept = beta + rest * weight, w + rest * weight * shrink, kept + rest * lost
@@ -62,6 +64,7 @@ def bound(p: Tensor, c: Tensor) -> Tensor:
 
 def _split(
     weight: Tensor,
+    lost: Tensor,
     grow: Tensor,
     shrink: Tensor,
     alpha: Tensor,
@@ -77,7 +80,7 @@ def _split(
     ``d^2`` is taken off before the root, so that tiny radii do not cancel.
     """
     a = alpha + u
-    y = kept + weight * (1.0 - shrink)
+    y = kept + lost
     d = a + y
     mass = alpha + beta + weight
     excess = w + weight * shrink - u
