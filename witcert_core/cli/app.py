@@ -14,7 +14,7 @@ from witcert_core.errors import WitCertError
 
 USER_ERROR = 2
 
-# typer brings its own copy of click since 0.26 and uses the installed one before; this is the base of either.
+# Newer versions of typer bring their own copy of click, older ones use the installed one; this fits either.
 _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 app = typer.Typer(
