@@ -1,0 +1,174 @@
+"""Compile every kernel for sm_80, sm_90 and sm_100 without a GPU and write ``bench/static.md``.
+
+Run without ``TRITON_INTERPRET``: ``python bench/static.py [--check]``. Registers and spills are what ptxas says of the
+generated PTX; ``--check`` only fails if a decode kernel spills at D <= 128.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+import witcert_core.kernels.common.slack as slack
+from witcert_core.kernels.common.merge import merge_splits
+from witcert_core.kernels.decode.triton import decode_split
+from witcert_core.layout import KVLayout
+
+TARGETS = (80, 90, 100)
+HEAD_DIMS = (64, 128)
+POINTERS = {
+    "q_ptr": "*bf16", "k_ptr": "*i8", "v_ptr": "*i8", "ks_ptr": "*fp16", "vs_ptr": "*fp16", "kw_ptr": "*u8",
+    "out_ptr": "*bf16", "counter_ptr": "*i64",
+}  # fmt: skip
+INTS = ("_ptr", "*i32")
+FLOATS = ("delta_ptr", "alibi_ptr", "part_o_ptr", "part_m_ptr", "lse_ptr", "acc_ptr", "sink_ptr")
+SCALARS = {"seed": "i64", "sm_scale": "fp32", "cap": "fp32", "v_scale": "fp32"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One specialisation of one kernel."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    types: dict[str, str] = field(default_factory=dict)
+    warps: int = 4
+    stages: int = 2
+    must_not_spill: bool = False
+    bytes_moved: int | None = None
+    floor: int | None = None
+
+
+def signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], list[list[Any]]]]:
+    """Argument types, and 16-byte alignment for pointers and strides (as PyTorch's allocator gives)."""
+    types: dict[str, str] = {}
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, name in enumerate(case.kernel.arg_names):
+        if name in case.constants:
+            types[name] = "constexpr"
+            continue
+        if name in case.types:
+            types[name] = case.types[name]
+        elif name in POINTERS:
+            types[name] = POINTERS[name]
+        elif name in FLOATS:
+            types[name] = "*fp32"
+        elif name.endswith("_ptr"):
+            types[name] = "*i32"
+        else:
+            types[name] = SCALARS.get(name, "i32")
+        wide = name.startswith("stride_") and not re.match(r"stride_(ks|vs|kw)_", name)
+        if types[name].startswith("*") or wide:
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    return types, aligned
+
+
+def build(case: Case, arch: int) -> dict[str, int]:
+    """Compile and ask ptxas: registers, spilled bytes, shared memory, local frame."""
+    types, aligned = signature(case)
+    source = ASTSource(case.kernel, types, case.constants, aligned)
+    options = {"num_warps": case.warps, "num_stages": case.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptxas = get_ptxas(arch).path
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "k.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        suffix = "a" if arch >= 90 else ""
+        command = [ptxas, "-v", f"--gpu-name=sm_{arch}{suffix}", str(ptx), "-o", f"{folder}/k.o"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    used = re.search(r"Used (\d+) registers", log)
+    spill = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if used is None or spill is None:
+        raise RuntimeError(f"ptxas said nothing of registers or spills for {case.name}: {log}")
+    return {
+        "registers": int(used.group(1)),
+        "spills": int(spill.group(1)) + int(spill.group(2)),
+        "shared": int(compiled.metadata.shared),
+    }
+
+
+def decode_cases(dim: int) -> list[Case]:
+    """INT8 decode of 8 KV heads with G = 4, pages of 16, metered (with and without group witness) or not."""
+    layout, stored = KVLayout(dim), KVLayout(dim, stored_witness=True)
+    common: dict[str, Any] = {
+        "G": 4, "D": dim, "DV": dim, "PAGE": 16, "M": 16, "N": slack.TILE_TOKENS, "SPLIT": slack.SPLIT_TOKENS,
+        "SOFT_CAP": False, "WINDOW": False, "ALIBI": False, "ROWS": False, "FLAG": 0, "P_DTYPE": tl.bfloat16,
+        "DOT_ERROR": slack.int8_dot_error(-(-dim // 32)),
+    }  # fmt: skip
+    cases = []
+    for name, meter, witness, size in (
+        ("decode", False, False, layout.bytes_per_token_head),
+        ("decode+meter", True, False, layout.bytes_per_token_head),
+        ("decode+meter+witness", True, True, stored.bytes_per_token_head),
+    ):
+        constants = {**common, "METER": meter, "WITNESS": witness}
+        # Beside the codes: 4 bytes of row id a token, shared by the heads that read it, 4 of page index a page.
+        cases.append(
+            Case(name, decode_split, constants, must_not_spill=True, bytes_moved=size + 4,
+                 floor=layout.bytes_per_token_head)  # fmt: skip
+        )
+    merge = {
+        "DV": dim, "DV_PAD": dim, "PAGE": 16, "SPLIT": slack.SPLIT_TOKENS, "BLOCK": 16, "METER": True, "SINK": False,
+        "WINDOW": False, "ROWS": False, "FLAG": 0, "STORE_OUT": True,
+    }  # fmt: skip
+    cases.append(Case("merge", merge_splits, merge))
+    return cases
+
+
+def all_cases(dim: int) -> list[Case]:
+    return decode_cases(dim)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compile and fail on a spilling decode kernel; write nothing")
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    options = parser.parse_args()
+    lines = [
+        "# Kernels as compiled, without a GPU",
+        "",
+        "Written by `bench/static.py`; nothing here is a timing. Bytes per token and KV head are counted from the",
+        "kernel's own loads; the floor at D = 128 is 272 (codes and scales of K and V).",
+        "",
+        "| kernel | D | target | registers | spilled bytes | shared bytes | bytes/token-head | over floor |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    failed = False
+    for dim in HEAD_DIMS:
+        for case in all_cases(dim):
+            if options.only not in case.name:
+                continue
+            for arch in TARGETS:
+                began = time.time()
+                result = build(case, arch)
+                moved = "" if case.bytes_moved is None else str(case.bytes_moved)
+                ratio = "" if case.bytes_moved is None or case.floor is None else f"{case.bytes_moved / case.floor:.3f}"
+                lines.append(
+                    f"| {case.name} | {dim} | sm_{arch} | {result['registers']} | {result['spills']} | "
+                    f"{result['shared']} | {moved} | {ratio} |"
+                )
+                print(lines[-1], f"{time.time() - began:.1f} s", flush=True)
+                failed |= case.must_not_spill and result["spills"] > 0
+    if not options.check and not options.only:
+        (Path(__file__).parent / "static.md").write_text("\n".join(lines) + "\n")
+    if failed:
+        print("a decode kernel spills", file=sys.stderr)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

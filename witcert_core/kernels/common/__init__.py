@@ -1,0 +1,1 @@
+"""What the operations share: page tables, backend selection, and the device functions of the meter."""

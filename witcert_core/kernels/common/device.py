@@ -1,0 +1,164 @@
+"""Device functions of the meter: dither rows, growth of a weight, and the running state of a split.
+
+A split's state is kept per *lane* (a token's row of the tile): each lane remembers its heaviest token apart and the sums
+over its others, so that the loop over tiles holds no cross-lane reduction but the maximum of the logits. Weights are
+relative to ``2^ref`` with an **integer** ``ref``: rescaling when the maximum moves is exact.
+"""
+
+# Triton functions are compiled from their source, so their parameters carry no Python types.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from witcert_core.kernels.common import slack
+
+GROWTH_MAX = tl.constexpr(80.0)
+GROWTH_SQUARE_MAX = tl.constexpr(2.4e17)
+_RADIUS_UP = tl.constexpr(slack.RADIUS_UP)
+_FAR = tl.constexpr(slack.FAR)
+_SQRT32_OVER_510 = tl.constexpr(32.0**0.5 / 510.0 * (1.0 + 2.0**-15) * slack.RADIUS_UP)
+_CERTAIN = tl.constexpr(0.5 * (1.0 + 2.0**-15) * slack.RADIUS_UP)
+_PROXY = tl.constexpr((1.0 - 4.0**-8) / 12.0)
+_BIAS_TERM = tl.constexpr((2.0**-9 + 2.0**-16) * slack.RADIUS_UP)
+
+
+@triton.jit
+def dither_row(seed, row, layer, head, g):
+    """Dither of one row over the 32 channels of a group, fp32 ``[32]``."""
+    channel = g * 32 + tl.arange(0, 32)
+    zero = channel * 0
+    w0, w1, w2, w3 = tl.philox(seed, zero + row, zero + layer, zero + head, channel // 16)
+    word = (channel % 16) // 4
+    low = tl.where(word == 0, w0, w1)
+    high = tl.where(word == 2, w2, w3)
+    bits = tl.where(word < 2, low, high).to(tl.uint32)
+    byte = (bits >> ((channel % 4) * 8).to(tl.uint32)) & 0xFF
+    return (byte.to(tl.float32) + 0.5) * (1.0 / 256.0) - 0.5
+
+
+@triton.jit
+def dither_tile(seed, rows, layer, head, g, N: tl.constexpr):
+    """Dither of ``rows [N]`` over the 32 channels of a group, fp32 ``[N, 32]``; two Philox calls per row."""
+    block = g * 2 + tl.arange(0, 2)
+    zero = rows[:, None] * 0 + block[None, :] * 0
+    w0, w1, w2, w3 = tl.philox(seed, zero + rows[:, None], zero + layer, zero + head, zero + block[None, :])
+    # [N, 2, 2, 2]: joined so that the last two axes run over the words 0, 1, 2, 3.
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).to(tl.uint32)
+    words = tl.reshape(words, (N, 8))
+    shift = (tl.arange(0, 4) * 8).to(tl.uint32)
+    byte = (words[:, :, None] >> shift[None, None, :]) & 0xFF
+    byte = tl.reshape(byte, (N, 32))
+    return (byte.to(tl.float32) + 0.5) * (1.0 / 256.0) - 0.5
+
+
+@triton.jit
+def growth(c):
+    """``expm1(min(c, 80))`` for ``c >= 0`` within 2^-17; NaN stays NaN."""
+    x = tl.where(c > 80.0, 80.0, c)
+    series = 1.0 + x * (1.0 / 6.0)
+    series = 1.0 + x * (1.0 / 5.0) * series
+    series = 1.0 + x * (1.0 / 4.0) * series
+    series = 1.0 + x * (1.0 / 3.0) * series
+    series = 1.0 + x * (1.0 / 2.0) * series
+    return tl.where(x < 0.5, x * series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def soft_cap(z, cap):
+    """``cap * tanh(z / cap)``."""
+    return cap - 2.0 * cap / (1.0 + tl.exp(2.0 * z / cap))
+
+
+@triton.jit
+def next_reference(z2, ref):
+    """New integer exponent ``[M]``, its finite stand-in, and the exact factor of what was summed before."""
+    new = tl.maximum(ref, tl.ceil(tl.max(z2, 0)))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    factor = tl.where(ref == float("-inf"), 0.0, tl.exp2(ref - safe))
+    return new, safe, factor
+
+
+@triton.jit
+def meter_start(N: tl.constexpr, M: tl.constexpr):
+    """Empty lanes ``[N, M]`` (heaviest weight and radius, rest weight, eta, Q, largest radius, V2, rho, rho^2) and
+    columns ``[N]`` (largest and smallest rho, largest ``||v||``)."""
+    zero = tl.zeros((N, M), tl.float32)
+    column = tl.zeros((N,), tl.float32)
+    return zero, zero, zero, zero, zero, zero, zero, zero, zero, column, column + float("inf"), column
+
+
+@triton.jit
+def meter_step(state, factor, w, c, v_square, rho, seen):
+    """Take in one tile: weights ``w`` and radii ``c`` ``[N, M]`` (both 0 where invisible), ``v_square``, ``rho [N]``."""
+    wh, ch, rest, eta, q, big, v2, r1, r2, rho_max, rho_min, v_max = state
+    scale = factor[None, :]
+    wh = wh * scale
+    newer = w > wh
+    out_w = tl.where(newer, wh, w)
+    out_c = tl.where(newer, ch, c)
+    wh = tl.where(newer, w, wh)
+    ch = tl.where(newer, c, ch)
+    g = growth(out_c)
+    first = out_w * g
+    rest = rest * scale + out_w
+    eta = eta * scale + first
+    q = q * scale + first * tl.where(g > 2.4e17, 2.4e17, g)
+    big = tl.where(out_c > big, out_c, big)
+    v2 = v2 * scale + w * v_square[:, None]
+    r1 = r1 * scale + w * rho[:, None]
+    r2 = r2 * scale + w * (rho * rho)[:, None]
+    rho_max = tl.where(seen & (rho > rho_max), rho, rho_max)
+    rho_min = tl.where(seen & (rho < rho_min), rho, rho_min)
+    norm = tl.sqrt(v_square)
+    v_max = tl.where(seen & (norm > v_max), norm, v_max)
+    return wh, ch, rest, eta, q, big, v2, r1, r2, rho_max, rho_min, v_max
+
+
+@triton.jit
+def meter_store(state, ptr, mask, N: tl.constexpr):
+    """Reduce the lanes and store the fields of a split at ``ptr [M]`` (floats; 0 and 1 hold ref and l)."""
+    wh, ch, rest, eta, q, big, v2, r1, r2, rho_max, rho_min, v_max = state
+    lane = tl.argmax(wh, 0)
+    is_h = tl.arange(0, N)[:, None] == lane[None, :]
+    other_w = tl.where(is_h, 0.0, wh)
+    other_c = tl.where(is_h, 0.0, ch)
+    g = growth(other_c)
+    first = other_w * g
+    tl.store(ptr + 2, tl.sum(tl.where(is_h, wh, 0.0), 0), mask=mask)
+    tl.store(ptr + 3, tl.sum(tl.where(is_h, ch, 0.0), 0), mask=mask)
+    tl.store(ptr + 4, tl.sum(rest + other_w, 0), mask=mask)
+    tl.store(ptr + 5, tl.sum(eta + first, 0), mask=mask)
+    tl.store(ptr + 6, tl.sum(q + first * tl.where(g > 2.4e17, 2.4e17, g), 0), mask=mask)
+    tl.store(ptr + 7, tl.max(tl.where(other_c > big, other_c, big), 0), mask=mask)
+    tl.store(ptr + 8, tl.sum(v2, 0), mask=mask)
+    tl.store(ptr + 9, tl.sum(r1, 0), mask=mask)
+    tl.store(ptr + 10, tl.sum(r2, 0), mask=mask)
+    tl.store(ptr + 11, ptr_value(tl.max(rho_max, 0), mask), mask=mask)
+    tl.store(ptr + 12, ptr_value(tl.min(rho_min, 0), mask), mask=mask)
+    tl.store(ptr + 13, ptr_value(tl.max(v_max, 0), mask), mask=mask)
+
+
+@triton.jit
+def ptr_value(scalar, mask):
+    """A scalar for every row of ``mask [M]``."""
+    return tl.where(mask, scalar, scalar)
+
+
+@triton.jit
+def dither_radius(l1, variance, tail):
+    """Smaller of the half-step radius and the probable one (``tail`` infinite: the former), ``[N, M]``."""
+    certain = l1 * _CERTAIN
+    likely = tail[None, :] * tl.sqrt(variance * _PROXY) + l1 * _BIAS_TERM
+    return tl.where((tail[None, :] < float("inf")) & (likely < certain), likely, certain)
+
+
+@triton.jit
+def union_tail(visible, delta):
+    """``sqrt(2 ln(2 S / delta))`` rounded up ``[M]``; infinite where ``delta`` is 0."""
+    share = tl.where(delta > 0.0, delta, 1.0)
+    log = tl.log(2.0 * visible.to(tl.float32)) - tl.log(share)
+    tail = tl.sqrt(2.0 * log) * 1.0001
+    return tl.where(delta > 0.0, tail, float("inf"))

@@ -1,0 +1,134 @@
+"""Decode attention over INT8 pages in float64, and the accumulators the kernel must not fall below."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from witcert_core.accumulate import accumulate
+from witcert_core.dither import DitherKey, rows
+from witcert_core.kernels.common import slack
+from witcert_core.kernels.common.pages import PageTable, gather
+from witcert_core.layout import NUM_ACC_FIELDS
+from witcert_core.radii import radius_dither, radius_group_witness
+
+
+def dequantize(codes: Tensor, scales: Tensor, u: Tensor | float = 0.0) -> Tensor:
+    """``s (code - u)`` (K dithered, V with ``u = 0``) in float64 ``[S, Hkv, D]``, unrounded; 0 where the scale is not finite."""
+    s = scales.to(torch.float64)
+    s = torch.where(s.isfinite() & (s >= 0), s, 0.0).repeat_interleave(32, dim=-1)[..., : codes.shape[-1]]
+    return s * (codes.to(torch.float64) - torch.as_tensor(u, dtype=torch.float64))
+
+
+def value_radius(scales: Tensor, channels: int) -> Tensor:
+    """``(1 + 2^-13) sqrt(sum_g n_g s_g^2) / 2``, float64 ``[S, Hkv]``; infinite where a scale is not finite."""
+    s = scales.to(torch.float64)
+    sizes = torch.full((s.shape[-1],), 32.0, dtype=torch.float64)
+    sizes[-1] = channels - 32 * (s.shape[-1] - 1)
+    rho = (sizes * s.square()).sum(dim=-1).sqrt() * (0.5 * (1.0 + 2.0**-13))
+    return torch.where((s.isfinite() & (s >= 0)).all(dim=-1), rho, float("inf"))
+
+
+def key_radius(
+    q: Tensor,
+    scales: Tensor,
+    witness: Tensor | None,
+    row_ids: Tensor,
+    sm_scale: float,
+    delta_loc: float,
+    num_visible: int,
+    logits_soft_cap: float,
+    bias: Tensor | float,
+    cast: bool,
+) -> Tensor:
+    """``c [H, S]``: quantization radius plus the arithmetic of the fp32 kernel (``common/slack.py``)."""
+    s = torch.where(scales >= 0, scales, float("inf"))
+    s = torch.where((row_ids == 0)[:, None, None], float("inf"), s.to(torch.float64))
+    c = radius_dither(q, s, sm_scale, delta_loc, num_visible)
+    if witness is not None:
+        c = torch.minimum(c, radius_group_witness(q, s, witness, sm_scale))
+    half_steps = radius_dither(q, s, sm_scale, 0.0, num_visible)
+    c = c + half_steps * (2.0 * slack.MAX_CODE * slack.int8_dot_error(s.shape[-1])) + slack.SOFTMAX
+    c = c + max(logits_soft_cap, 0.0) * slack.SOFTCAP + abs(torch.as_tensor(bias)) * slack.BIAS
+    return c + slack.CAST if cast else c
+
+
+def decode_reference(
+    q: Tensor,
+    k_codes: Tensor,
+    v_codes: Tensor,
+    k_scales: Tensor,
+    v_scales: Tensor,
+    table: PageTable,
+    row_ids: Tensor,
+    *,
+    layer: int,
+    head_ids: Sequence[int],
+    key: DitherKey,
+    sm_scale: float,
+    v_scale: float = 1.0,
+    delta_loc: Tensor | None = None,
+    witness: Tensor | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    q_len: int = 1,
+    cast: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output ``[R, H, Dv]``, base-2 lse ``[R, H]`` and accumulators ``[R, H, 16]``, all float64.
+
+    ``R = B * q_len`` rows; row ``i`` of a request sees its tokens up to ``length - q_len + i``. Arguments as in
+    :func:`witcert_core.kernels.decode.decode_int8`, codes already split into ``[P, page_size, Hkv, D]``.
+    """
+    num_rows, heads, head_dim = q.shape
+    page_size, v_dim = k_codes.shape[1], v_codes.shape[-1]
+    out = torch.zeros(num_rows, heads, v_dim, dtype=torch.float64)
+    lse = torch.full((num_rows, heads), float("-inf"), dtype=torch.float64)
+    acc = torch.full((num_rows, heads, NUM_ACC_FIELDS), float("inf"), dtype=torch.float64)
+    lengths = table.lengths(page_size)
+    for r in range(num_rows):
+        request, step = divmod(r, q_len)
+        position = lengths[request] - q_len + step
+        first = max(position - window_left, 0) if window_left >= 0 else 0
+        if position < 0:
+            continue
+        slots = table.slots(request, position + 1, page_size)[first:]
+        ids = row_ids[slots].to(torch.int64) & 0xFFFFFFFF
+        u = rows(key, ids, layer, head_ids, head_dim)
+        k = dequantize(gather(k_codes, slots), gather(k_scales, slots), u)
+        v = dequantize(gather(v_codes, slots), gather(v_scales, slots)) * v_scale
+        row = q[r].to(torch.float64)
+        groups = heads // k.shape[1]
+        z = torch.einsum("hd,shd->hs", row, k.repeat_interleave(groups, dim=1)) * sm_scale
+        if logits_soft_cap > 0:
+            z = logits_soft_cap * torch.tanh(z / logits_soft_cap)
+        bias: Tensor | float = 0.0
+        if alibi_slopes is not None:
+            distance = torch.arange(first, position + 1, dtype=torch.float64) - position
+            bias = alibi_slopes.to(torch.float64)[:, None] * distance
+            z = z + bias
+        c = key_radius(
+            row,
+            gather(k_scales, slots),
+            None if witness is None else gather(witness, slots),
+            ids,
+            sm_scale,
+            0.0 if delta_loc is None else float(delta_loc[r]),
+            slots.numel(),
+            logits_soft_cap,
+            bias,
+            cast,
+        )
+        rho = value_radius(gather(v_scales, slots), v_dim) * abs(v_scale)
+        rho = torch.where((ids == 0)[:, None], float("inf"), rho)
+        acc[r] = accumulate(z, c, v, rho, sinks)
+        extended = z if sinks is None else torch.cat((z, sinks.to(torch.float64)[:, None]), dim=-1)
+        total = torch.logsumexp(extended, dim=-1)
+        lse[r] = total / math.log(2.0)
+        weight = torch.exp(z - total[:, None])
+        out[r] = torch.einsum("hs,shd->hd", weight, v.repeat_interleave(groups, dim=1))
+    return out, lse, acc

@@ -1,0 +1,373 @@
+"""Split-K decode attention over INT8 pages, with the meter's sums in the same pass.
+
+One program reads one split (512 tokens) of one request and KV head for a tile of 16 (query row, head) pairs. Codes
+are exact in 16 bit, so ``<q_g, code_g>`` goes through tensor cores group by group and only the scales are applied in
+fp32: ``z = sum_g s_g (<q_g, code_g> - <q_g, u_g>)``. Where all tokens of a tile share a dither row, ``<q_g, u_g>`` is
+computed once for the row; elsewhere the rows are drawn. V is rounded to nearest, without dither: its bound is
+deterministic and the same, and nothing is drawn for it.
+"""
+
+# Triton functions are compiled from their source, so their parameters carry no Python types.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from witcert_core.kernels.common import slack
+from witcert_core.kernels.common.device import (
+    dither_radius,
+    dither_row,
+    dither_tile,
+    meter_start,
+    meter_step,
+    meter_store,
+    next_reference,
+    soft_cap,
+    union_tail,
+)
+
+_ARITHMETIC = tl.constexpr(slack.MAX_CODE)
+_SOFTMAX = tl.constexpr(slack.SOFTMAX)
+_SOFTCAP = tl.constexpr(slack.SOFTCAP)
+_BIAS = tl.constexpr(slack.BIAS)
+_FAR = tl.constexpr(slack.FAR)
+_CAST = tl.constexpr(slack.CAST)
+_UP = tl.constexpr(slack.RADIUS_UP)
+_WITNESS_UNIT = tl.constexpr(32.0**0.5 / 510.0 * (1.0 + 2.0**-15) * slack.RADIUS_UP)
+_LOG2E = tl.constexpr(1.4426950408889634)
+_FIELDS = tl.constexpr(slack.META_FIELDS)
+
+
+@triton.jit
+def load_groups(base, rows, row_stride, mask, FIRST, D: tl.constexpr, NG: tl.constexpr):
+    """Tuple of ``[N, 32]`` tiles, one per group of 32 channels, 0 where masked or past ``D``."""
+    out = ()
+    for g in tl.static_range(NG):
+        channel = g * 32 + tl.arange(0, 32)
+        keep = mask[:, None]
+        if g * 32 + 32 > D:
+            keep = keep & (channel < D)[None, :]
+        out = out + (tl.load(base + rows[:, None] * row_stride + channel[None, :], mask=keep, other=FIRST),)
+    return out
+
+
+@triton.jit
+def load_query_group(q_base, row, row_stride, valid, g, D: tl.constexpr):
+    """Queries ``[M, 32]`` of group ``g``, which need not be known at compile time."""
+    channel = g * 32 + tl.arange(0, 32)
+    keep = valid[:, None] & (channel < D)[None, :]
+    return tl.load(q_base + row[:, None] * row_stride + channel[None, :], mask=keep, other=0.0)
+
+
+@triton.jit
+def row_terms(
+    q_base, row, row_stride, valid, seed, row_id, layer, head, M: tl.constexpr, D: tl.constexpr, NG: tl.constexpr
+):
+    """Tuple of ``kappa_g = <q_g, u_g>`` ``[M]`` of one dither row. A loop, not unrolled: code is drawn once."""
+    column = tl.arange(0, 8)[None, :]
+    table = tl.zeros((M, 8), tl.float32)
+    for g in tl.range(0, NG, num_stages=1):
+        q = load_query_group(q_base, row, row_stride, valid, g, D).to(tl.float32)
+        u = dither_row(seed, row_id, layer, head, g)
+        table = tl.where(column == g, tl.sum(q * u[None, :], 1)[:, None], table)
+    out = ()
+    for g in tl.static_range(NG):
+        out = out + (tl.sum(tl.where(column == g, table, 0.0), 1),)
+    return out
+
+
+@triton.jit
+def tile_terms(
+    q_base,
+    row,
+    row_stride,
+    valid,
+    scales,
+    row_id,
+    live,
+    seed,
+    layer,
+    head,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    NG: tl.constexpr,
+):
+    """``sum_g s_g <q_g, u_g>`` ``[N, M]`` where every token has a row of its own."""
+    total = tl.zeros((N, M), tl.float32)
+    for g in tl.range(0, NG, num_stages=1):
+        q = load_query_group(q_base, row, row_stride, valid, g, D)
+        s = tl.load(scales + g, mask=live, other=0.0).to(tl.float32)
+        u = dither_tile(seed, row_id, layer, head, g, N).to(q.dtype)
+        dot = tl.dot(u, tl.trans(q), input_precision="ieee")
+        total += tl.where((s >= 0.0) & (s < float("inf")), s, 0.0)[:, None] * dot
+    return total
+
+
+@triton.jit(do_not_specialize=["layer", "seed"])
+def decode_split(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    ks_ptr,
+    vs_ptr,
+    kw_ptr,
+    row_id_ptr,
+    head_id_ptr,
+    indptr_ptr,
+    indices_ptr,
+    last_len_ptr,
+    request_ptr,
+    position_ptr,
+    delta_ptr,
+    alibi_ptr,
+    flag_ptr,
+    part_o_ptr,
+    part_m_ptr,
+    stride_q_row,
+    stride_q_head,
+    stride_k_page,
+    stride_k_tok,
+    stride_k_head,
+    stride_v_page,
+    stride_v_tok,
+    stride_v_head,
+    stride_ks_page,
+    stride_ks_tok,
+    stride_ks_head,
+    stride_vs_page,
+    stride_vs_tok,
+    stride_vs_head,
+    stride_kw_page,
+    stride_kw_tok,
+    stride_kw_head,
+    layer,
+    seed,
+    sm_scale,
+    cap,
+    window_left,
+    q_len,
+    num_splits,
+    num_qo_heads,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    PAGE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    METER: tl.constexpr,
+    WITNESS: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ALIBI: tl.constexpr,
+    ROWS: tl.constexpr,
+    FLAG: tl.constexpr,
+    P_DTYPE: tl.constexpr,
+    DOT_ERROR: tl.constexpr,
+):
+    """Grid ``(requests * m_tiles, Hkv, splits)``.
+
+    With ``ROWS`` each tile is one query row with its own request (``request_ptr``) and position
+    (``position_ptr``), and sees all of that request's pages; otherwise request ``b`` owns rows
+    ``b q_len .. b q_len + q_len - 1`` at the end of its tokens. ``FLAG``: 0 always runs, 1 only when the flag is
+    set, 2 only when it is not.
+    """
+    NG: tl.constexpr = (D + 31) // 32
+    NV: tl.constexpr = (DV + 31) // 32
+    if FLAG == 1:
+        if tl.load(flag_ptr) == 0:
+            return
+    if FLAG == 2:
+        if tl.load(flag_ptr) != 0:
+            return
+    m_tiles = (q_len * G + M - 1) // M
+    tile = tl.program_id(0) // m_tiles
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    pair = (tl.program_id(0) % m_tiles) * M + tl.arange(0, M)
+    query = pair // G
+    valid = pair < q_len * G
+    row = (tile * q_len + query).to(tl.int64)
+    head = kv_head * G + pair % G
+
+    request = tile
+    if ROWS:
+        request = tl.load(request_ptr + tile)
+    page0 = tl.load(indptr_ptr + request)
+    pages = tl.load(indptr_ptr + request + 1) - page0
+    length = tl.where(pages > 0, (pages - 1) * PAGE + tl.load(last_len_ptr + request), 0)
+    begin = split * SPLIT
+    if begin >= length:
+        return
+    position = length - q_len + query
+    limit = position + 1
+    if ROWS:
+        position = tl.load(position_ptr + tile) + query * 0
+        limit = length + query * 0
+    first = position * 0
+    if WINDOW:
+        first = tl.maximum(position - window_left, 0)
+        if begin + SPLIT <= tl.min(tl.where(valid, first, length), 0):
+            return
+    end = tl.minimum(begin + SPLIT, length)
+
+    head64 = kv_head.to(tl.int64)
+    k_base = k_ptr + head64 * stride_k_head
+    v_base = v_ptr + head64 * stride_v_head
+    q_base = q_ptr + head[:, None] * stride_q_head
+    q = load_groups(q_base, row, stride_q_row, valid, 0.0, D, NG)
+    q_columns = ()
+    for g in tl.static_range(NG):
+        q_columns = q_columns + (tl.trans(q[g]),)
+    scale = tl.abs(sm_scale)
+    norm1 = ()
+    norm2 = ()
+    for g in tl.static_range(NG):
+        single = q[g].to(tl.float32)
+        norm1 = norm1 + (tl.sum(tl.abs(single), 1) * scale,)
+        norm2 = norm2 + (tl.sum(single * single, 1) * (scale * scale),)
+    tail = union_tail(limit - first, tl.load(delta_ptr + row, mask=valid, other=0.0)) if METER else 0.0
+    slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
+    global_head = tl.load(head_id_ptr + kv_head)
+
+    ref = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((N, M), tl.float32)
+    out = ()
+    for g in tl.static_range(NV):
+        out = out + (tl.zeros((M, 32), tl.float32),)
+    state = meter_start(N, M)
+    # Row 0 is never issued, so the first tile always computes its row's terms.
+    current = tl.zeros((), tl.int32)
+    kappa = ()
+    for g in tl.static_range(NG):
+        kappa = kappa + (tl.zeros((M,), tl.float32),)
+
+    for start in range(begin, end, N):
+        token = start + tl.arange(0, N)
+        live = token < end
+        page = tl.load(indices_ptr + page0 + token // PAGE, mask=live, other=0).to(tl.int64)
+        offset = token % PAGE
+        row_id = tl.load(row_id_ptr + page * PAGE + offset, mask=live, other=0)
+        k = load_groups(k_base + page[:, None] * stride_k_page, offset, stride_k_tok, live, 0, D, NG)
+        v = load_groups(v_base + page[:, None] * stride_v_page, offset, stride_v_tok, live, 0, DV, NV)
+
+        leader = tl.max(tl.where(live, row_id, -2147483648), 0)
+        shared = tl.min(tl.where(live, row_id, 2147483647), 0) == leader
+        if shared:
+            if leader != current:
+                current = leader
+                kappa = row_terms(q_base, row, stride_q_row, valid, seed, leader, layer, global_head, M, D, NG)
+
+        z = tl.zeros((N, M), tl.float32)
+        undithered = tl.zeros((N, M), tl.float32)
+        l1 = tl.zeros((N, M), tl.float32)
+        variance = tl.zeros((N, M), tl.float32)
+        known = live
+        stored = tl.zeros((N, M), tl.float32)
+        for g in tl.static_range(NG):
+            s_raw = tl.load(
+                ks_ptr + page * stride_ks_page + offset * stride_ks_tok + head64 * stride_ks_head + g,
+                mask=live,
+                other=0.0,
+            ).to(tl.float32)
+            fine = (s_raw >= 0.0) & (s_raw < float("inf"))
+            known = known & fine
+            s = tl.where(fine, s_raw, 0.0)
+            dot = tl.dot(k[g].to(q_ptr.dtype.element_ty), q_columns[g], input_precision="ieee")
+            z += dot * s[:, None]
+            if shared:
+                undithered += kappa[g][None, :] * s[:, None]
+            if METER:
+                l1 += norm1[g][None, :] * s[:, None]
+                variance += norm2[g][None, :] * (s * s)[:, None]
+                if WITNESS:
+                    code = tl.load(
+                        kw_ptr + page * stride_kw_page + offset * stride_kw_tok + head64 * stride_kw_head + g,
+                        mask=live,
+                        other=0,
+                    ).to(tl.float32)
+                    stored += tl.sqrt(norm2[g])[None, :] * (s * code * _WITNESS_UNIT)[:, None]
+
+        if shared == 0:
+            scales = ks_ptr + page * stride_ks_page + offset * stride_ks_tok + head64 * stride_ks_head
+            undithered = tile_terms(
+                q_base, row, stride_q_row, valid, scales, row_id, live, seed, layer, global_head, N, M, D, NG
+            )
+        z = (z - undithered) * sm_scale
+        visible = valid[None, :] & live[:, None] & (token[:, None] < limit[None, :])
+        if WINDOW:
+            visible = visible & (token[:, None] >= first[None, :])
+        if SOFT_CAP:
+            z = soft_cap(z, cap)
+        if ALIBI:
+            bias = slope[None, :] * (token[:, None] - position[None, :]).to(tl.float32)
+            z += bias
+        z2 = tl.where(visible, z * _LOG2E, float("-inf"))
+        ref, safe, factor = next_reference(z2, ref)
+        gap = z2 - safe[None, :]
+        w = tl.exp2(gap)
+        total = total * factor[None, :] + w
+
+        v_square = tl.zeros((N,), tl.float32)
+        rho = tl.zeros((N,), tl.float32)
+        v_known = live
+        new_out = ()
+        for g in tl.static_range(NV):
+            s_raw = tl.load(
+                vs_ptr + page * stride_vs_page + offset * stride_vs_tok + head64 * stride_vs_head + g,
+                mask=live,
+                other=0.0,
+            ).to(tl.float32)
+            fine = (s_raw >= 0.0) & (s_raw < float("inf"))
+            v_known = v_known & fine
+            s = tl.where(fine, s_raw, 0.0)
+            ws = (w * s[:, None]).to(P_DTYPE)
+            code = v[g]
+            acc = tl.dot(tl.trans(ws), code.to(P_DTYPE), out[g] * factor[:, None], input_precision="ieee")
+            if METER:
+                x = code.to(tl.float32)
+                v_square += s * s * tl.sum(x * x, 1)
+            new_out = new_out + (acc,)
+            if METER:
+                channels = 32 if g * 32 + 32 <= DV else DV - g * 32
+                rho += channels * (s * s)
+        out = new_out
+
+        if METER:
+            c = dither_radius(l1, variance, tail)
+            if WITNESS:
+                c = tl.where(stored < c, stored, c)
+            c += l1 * (_ARITHMETIC * DOT_ERROR) + _SOFTMAX
+            # Far below the maximum the subtraction rounds; beyond 2^-150 the weight is 0 anyway.
+            c += tl.where(gap < -150.0, 150.0, tl.abs(gap)) * _FAR
+            if SOFT_CAP:
+                c += cap * _SOFTCAP
+            if ALIBI:
+                c += tl.abs(bias) * _BIAS
+            if P_DTYPE != tl.float32:
+                c += _CAST
+            never = row_id == 0
+            c = tl.where((known & ~never)[:, None], c, float("inf"))
+            c = tl.where(visible, c, 0.0)
+            # Half a step in each channel, with the 2^-13 that dequantization in fp32 may add.
+            rho = tl.sqrt(rho) * (0.5 * (1.0 + 2.0**-13) * _UP)
+            rho = tl.where(v_known & ~never, rho, float("inf"))
+            rho = tl.where(live, rho, 0.0)
+            seen = live
+            if WINDOW:
+                seen = live & (token >= tl.min(tl.where(valid, first, length), 0))
+            state = meter_step(state, factor, w, c, v_square, rho, seen)
+
+    cell = (row * num_qo_heads + head) * num_splits + split
+    for g in tl.static_range(NV):
+        channel = g * 32 + tl.arange(0, 32)
+        keep = valid[:, None] & (channel < DV)[None, :]
+        tl.store(part_o_ptr + cell[:, None] * DV + channel[None, :], out[g], mask=keep)
+    meta = part_m_ptr + cell * _FIELDS
+    tl.store(meta, ref, mask=valid)
+    tl.store(meta + 1, tl.sum(total, 0), mask=valid)
+    if METER:
+        meter_store(state, meta, valid, N)
