@@ -30,7 +30,7 @@ from witcert_core.layout import KVLayout
 TARGETS = (80, 90, 100)
 HEAD_DIMS = (64, 128)
 POINTERS = {
-    "q_ptr": "*bf16", "k_ptr": "*i8", "v_ptr": "*i8", "ks_ptr": "*fp16", "vs_ptr": "*fp16", "kw_ptr": "*u8",
+    "q_ptr": "*bf16", "k_ptr": "*i32", "v_ptr": "*i32", "ks_ptr": "*fp16", "vs_ptr": "*fp16", "kw_ptr": "*u8",
     "out_ptr": "*bf16", "counter_ptr": "*i64",
 }  # fmt: skip
 INTS = ("_ptr", "*i32")
@@ -46,7 +46,7 @@ class Case:
     kernel: Any
     constants: dict[str, Any]
     types: dict[str, str] = field(default_factory=dict)
-    warps: int = 4
+    warps: int = 8
     stages: int = 2
     must_not_spill: bool = False
     bytes_moved: int | None = None
@@ -88,7 +88,7 @@ def build(case: Case, arch: int) -> dict[str, int]:
         ptx = Path(folder) / "k.ptx"
         ptx.write_text(compiled.asm["ptx"])
         suffix = "a" if arch >= 90 else ""
-        command = [ptxas, "-v", f"--gpu-name=sm_{arch}{suffix}", str(ptx), "-o", f"{folder}/k.o"]
+        command = [ptxas, "-v", "--regAllocOptLevel=2", f"--gpu-name=sm_{arch}{suffix}", str(ptx), "-o", f"{folder}/k.o"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     used = re.search(r"Used (\d+) registers", log)
     spill = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -105,7 +105,7 @@ def decode_cases(dim: int) -> list[Case]:
     """INT8 decode of 8 KV heads with G = 4, pages of 16, metered (with and without group witness) or not."""
     layout, stored = KVLayout(dim), KVLayout(dim, stored_witness=True)
     common: dict[str, Any] = {
-        "G": 4, "D": dim, "DV": dim, "PAGE": 16, "M": 16, "N": slack.TILE_TOKENS, "SPLIT": slack.SPLIT_TOKENS,
+        "G": 4, "D": dim, "DV": dim, "PAGE": 16, "M": 8, "N": slack.TILE_TOKENS, "SPLIT": slack.SPLIT_TOKENS,
         "SOFT_CAP": False, "WINDOW": False, "ALIBI": False, "ROWS": False, "FLAG": 0, "P_DTYPE": tl.bfloat16,
         "DOT_ERROR": slack.int8_dot_error(-(-dim // 32)),
     }  # fmt: skip
@@ -125,7 +125,7 @@ def decode_cases(dim: int) -> list[Case]:
         "DV": dim, "DV_PAD": dim, "PAGE": 16, "SPLIT": slack.SPLIT_TOKENS, "BLOCK": 16, "METER": True, "SINK": False,
         "WINDOW": False, "ROWS": False, "FLAG": 0, "STORE_OUT": True,
     }  # fmt: skip
-    cases.append(Case("merge", merge_splits, merge))
+    cases.append(Case("merge", merge_splits, merge, warps=4))
     return cases
 
 

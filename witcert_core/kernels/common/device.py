@@ -83,15 +83,14 @@ def next_reference(z2, ref):
 
 @triton.jit
 def meter_start(N: tl.constexpr, M: tl.constexpr):
-    """Empty lanes ``[N, M]`` (heaviest weight and radius, rest weight, eta, Q, largest radius, V2, rho, rho^2) and
-    columns ``[N]`` (largest and smallest rho, largest ``||v||``)."""
+    """Empty lanes ``[N, M]``: heaviest weight and radius, rest weight, eta, Q, largest radius, V2, rho, rho^2, largest
+    and smallest rho, largest ``||v||^2``."""
     zero = tl.zeros((N, M), tl.float32)
-    column = tl.zeros((N,), tl.float32)
-    return zero, zero, zero, zero, zero, zero, zero, zero, zero, column, column + float("inf"), column
+    return zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero + float("inf"), zero
 
 
 @triton.jit
-def meter_step(state, factor, w, c, v_square, rho, seen):
+def meter_step(state, factor, w, c, v_square, rho, visible):
     """Take in one tile: weights ``w`` and radii ``c`` ``[N, M]`` (both 0 where invisible), ``v_square``, ``rho [N]``."""
     wh, ch, rest, eta, q, big, v2, r1, r2, rho_max, rho_min, v_max = state
     scale = factor[None, :]
@@ -110,10 +109,9 @@ def meter_step(state, factor, w, c, v_square, rho, seen):
     v2 = v2 * scale + w * v_square[:, None]
     r1 = r1 * scale + w * rho[:, None]
     r2 = r2 * scale + w * (rho * rho)[:, None]
-    rho_max = tl.where(seen & (rho > rho_max), rho, rho_max)
-    rho_min = tl.where(seen & (rho < rho_min), rho, rho_min)
-    norm = tl.sqrt(v_square)
-    v_max = tl.where(seen & (norm > v_max), norm, v_max)
+    rho_max = tl.where(visible & (rho[:, None] > rho_max), rho[:, None], rho_max)
+    rho_min = tl.where(visible & (rho[:, None] < rho_min), rho[:, None], rho_min)
+    v_max = tl.where(visible & (v_square[:, None] > v_max), v_square[:, None], v_max)
     return wh, ch, rest, eta, q, big, v2, r1, r2, rho_max, rho_min, v_max
 
 
@@ -127,7 +125,7 @@ def meter_store(state, ptr, mask, N: tl.constexpr):
     other_c = tl.where(is_h, 0.0, ch)
     g = growth(other_c)
     first = other_w * g
-    tl.store(ptr + 2, tl.sum(tl.where(is_h, wh, 0.0), 0), mask=mask)
+    tl.store(ptr + 2, tl.max(wh, 0), mask=mask)
     tl.store(ptr + 3, tl.sum(tl.where(is_h, ch, 0.0), 0), mask=mask)
     tl.store(ptr + 4, tl.sum(rest + other_w, 0), mask=mask)
     tl.store(ptr + 5, tl.sum(eta + first, 0), mask=mask)
@@ -136,15 +134,9 @@ def meter_store(state, ptr, mask, N: tl.constexpr):
     tl.store(ptr + 8, tl.sum(v2, 0), mask=mask)
     tl.store(ptr + 9, tl.sum(r1, 0), mask=mask)
     tl.store(ptr + 10, tl.sum(r2, 0), mask=mask)
-    tl.store(ptr + 11, ptr_value(tl.max(rho_max, 0), mask), mask=mask)
-    tl.store(ptr + 12, ptr_value(tl.min(rho_min, 0), mask), mask=mask)
-    tl.store(ptr + 13, ptr_value(tl.max(v_max, 0), mask), mask=mask)
-
-
-@triton.jit
-def ptr_value(scalar, mask):
-    """A scalar for every row of ``mask [M]``."""
-    return tl.where(mask, scalar, scalar)
+    tl.store(ptr + 11, tl.max(rho_max, 0), mask=mask)
+    tl.store(ptr + 12, tl.min(rho_min, 0), mask=mask)
+    tl.store(ptr + 13, tl.sqrt(tl.max(v_max, 0)), mask=mask)
 
 
 @triton.jit

@@ -40,12 +40,12 @@ def split_cache(cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor]:
 
 
 def check_side(name: str, side: Tensor, pages: Tensor, last: int, dtype: torch.dtype) -> None:
-    """A side tensor must be ``[P, page_size, Hkv, last]`` of ``dtype`` with last stride 1."""
+    """A side tensor must be contiguous ``[P, page_size, Hkv, last]`` of ``dtype``, whatever the cache's layout."""
     want = (*pages.shape[:3], last)
-    if tuple(side.shape) != want or side.dtype != dtype or side.stride(-1) != 1:
+    if tuple(side.shape) != want or side.dtype != dtype or not side.is_contiguous():
         raise InputError(
-            f"{name} is {side.dtype} {tuple(side.shape)} with last stride {side.stride(-1)}; "
-            f"it must be {dtype} {want} with last stride 1"
+            f"{name} is {side.dtype} {tuple(side.shape)} with strides {side.stride()}; "
+            f"it must be contiguous {dtype} {want}"
         )
 
 

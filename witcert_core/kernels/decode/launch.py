@@ -9,7 +9,7 @@ from witcert_core.dither import num_groups
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.backend import interpreting
 
-NUM_WARPS = 4
+NUM_WARPS = 8
 NUM_STAGES = 2
 TILE_ROWS = 8
 """Query rows of a tile, fixed for bitwise invariance: the least that tensor cores take."""
@@ -76,17 +76,17 @@ def decode_int8_op(
     side = k_scales if witness is None else witness
     if num_rows == 0 or num_splits == 0:
         return
+    k_words, v_words = k.view(torch.int32), v.view(torch.int32)
     decode_split[(requests * m_tiles, kv_heads, num_splits)](
-        q, k, v, k_scales, v_scales, side, row_ids, head_ids,
+        q, k_words, v_words, k_scales, v_scales, side, row_ids, head_ids,
         kv_indptr, kv_indices, kv_last_page_len,
         kv_indptr, kv_indptr,
         delta_loc, q if alibi_slopes is None else alibi_slopes, kv_indptr if flag is None else flag,
         part_o, part_m,
         q.stride(0), q.stride(1),
-        k.stride(0), k.stride(1), k.stride(2),
-        v.stride(0), v.stride(1), v.stride(2),
-        *k_scales.stride()[:3], *v_scales.stride()[:3], *side.stride()[:3],
-        layer, seed, sm_scale, logits_soft_cap, window_left, q_len, num_splits, heads,
+        *k_words.stride()[:3],
+        *v_words.stride()[:3],
+        layer, seed, sm_scale, logits_soft_cap, window_left, q_len, num_splits, heads, kv_heads,
         G=group, D=head_dim, DV=v_dim, PAGE=page_size, M=TILE_ROWS, N=slack.TILE_TOKENS, SPLIT=slack.SPLIT_TOKENS,
         METER=meter, WITNESS=witness is not None, SOFT_CAP=logits_soft_cap > 0.0, WINDOW=window,
         ALIBI=alibi_slopes is not None, ROWS=False, FLAG=run_if,

@@ -54,6 +54,27 @@ def load_groups(base, rows, row_stride, mask, FIRST, D: tl.constexpr, NG: tl.con
 
 
 @triton.jit
+def load_words(base, rows, row_stride, mask, W: tl.constexpr, NG: tl.constexpr):
+    """Tuple of ``[N, 8]`` int32 words, four codes each, one per group of 32 channels."""
+    out = ()
+    for g in tl.static_range(NG):
+        word = g * 8 + tl.arange(0, 8)
+        keep = mask[:, None]
+        if g * 8 + 8 > W:
+            keep = keep & (word < W)[None, :]
+        out = out + (tl.load(base + rows[:, None] * row_stride + word[None, :], mask=keep, other=0),)
+    return out
+
+
+@triton.jit
+def unpack(words, N: tl.constexpr):
+    """Codes ``[N, 32]`` int32 of ``[N, 8]`` words, lowest byte first."""
+    shift = 24 - 8 * tl.arange(0, 4)
+    codes = (words[:, :, None] << shift[None, None, :]) >> 24
+    return tl.reshape(codes, (N, 32))
+
+
+@triton.jit
 def load_query_group(q_base, row, row_stride, valid, g, D: tl.constexpr):
     """Queries ``[M, 32]`` of group ``g``, which need not be known at compile time."""
     channel = g * 32 + tl.arange(0, 32)
@@ -134,15 +155,6 @@ def decode_split(
     stride_v_page,
     stride_v_tok,
     stride_v_head,
-    stride_ks_page,
-    stride_ks_tok,
-    stride_ks_head,
-    stride_vs_page,
-    stride_vs_tok,
-    stride_vs_head,
-    stride_kw_page,
-    stride_kw_tok,
-    stride_kw_head,
     layer,
     seed,
     sm_scale,
@@ -151,6 +163,7 @@ def decode_split(
     q_len,
     num_splits,
     num_qo_heads,
+    num_kv_heads,
     G: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -168,8 +181,9 @@ def decode_split(
     P_DTYPE: tl.constexpr,
     DOT_ERROR: tl.constexpr,
 ):
-    """Grid ``(requests * m_tiles, Hkv, splits)``.
+    """Grid ``(requests * m_tiles, Hkv, splits)``; ``k_ptr``, ``v_ptr`` and their strides count words of four codes.
 
+    Words are unpacked in registers, so that operands are rearranged as 16-bit numbers, not byte by byte.
     With ``ROWS`` each tile is one query row with its own request (``request_ptr``) and position
     (``position_ptr``), and sees all of that request's pages; otherwise request ``b`` owns rows
     ``b q_len .. b q_len + q_len - 1`` at the end of its tokens. ``FLAG``: 0 always runs, 1 only when the flag is
@@ -250,9 +264,11 @@ def decode_split(
         live = token < end
         page = tl.load(indices_ptr + page0 + token // PAGE, mask=live, other=0).to(tl.int64)
         offset = token % PAGE
-        row_id = tl.load(row_id_ptr + page * PAGE + offset, mask=live, other=0)
-        k = load_groups(k_base + page[:, None] * stride_k_page, offset, stride_k_tok, live, 0, D, NG)
-        v = load_groups(v_base + page[:, None] * stride_v_page, offset, stride_v_tok, live, 0, DV, NV)
+        slot = page * PAGE + offset
+        row_id = tl.load(row_id_ptr + slot, mask=live, other=0)
+        line = slot * num_kv_heads + kv_head
+        k = load_words(k_base + page[:, None] * stride_k_page, offset, stride_k_tok, live, D // 4, NG)
+        v = load_words(v_base + page[:, None] * stride_v_page, offset, stride_v_tok, live, DV // 4, NV)
 
         leader = tl.max(tl.where(live, row_id, -2147483648), 0)
         shared = tl.min(tl.where(live, row_id, 2147483647), 0) == leader
@@ -269,14 +285,14 @@ def decode_split(
         stored = tl.zeros((N, M), tl.float32)
         for g in tl.static_range(NG):
             s_raw = tl.load(
-                ks_ptr + page * stride_ks_page + offset * stride_ks_tok + head64 * stride_ks_head + g,
+                ks_ptr + line * NG + g,
                 mask=live,
                 other=0.0,
             ).to(tl.float32)
             fine = (s_raw >= 0.0) & (s_raw < float("inf"))
             known = known & fine
             s = tl.where(fine, s_raw, 0.0)
-            dot = tl.dot(k[g].to(q_ptr.dtype.element_ty), q_columns[g], input_precision="ieee")
+            dot = tl.dot(unpack(k[g], N).to(q_ptr.dtype.element_ty), q_columns[g], input_precision="ieee")
             z += dot * s[:, None]
             if shared:
                 undithered += kappa[g][None, :] * s[:, None]
@@ -285,14 +301,14 @@ def decode_split(
                 variance += norm2[g][None, :] * (s * s)[:, None]
                 if WITNESS:
                     code = tl.load(
-                        kw_ptr + page * stride_kw_page + offset * stride_kw_tok + head64 * stride_kw_head + g,
+                        kw_ptr + line * NG + g,
                         mask=live,
                         other=0,
                     ).to(tl.float32)
                     stored += tl.sqrt(norm2[g])[None, :] * (s * code * _WITNESS_UNIT)[:, None]
 
         if shared == 0:
-            scales = ks_ptr + page * stride_ks_page + offset * stride_ks_tok + head64 * stride_ks_head
+            scales = ks_ptr + line * NG
             undithered = tile_terms(
                 q_base, row, stride_q_row, valid, scales, row_id, live, seed, layer, global_head, N, M, D, NG
             )
@@ -317,7 +333,7 @@ def decode_split(
         new_out = ()
         for g in tl.static_range(NV):
             s_raw = tl.load(
-                vs_ptr + page * stride_vs_page + offset * stride_vs_tok + head64 * stride_vs_head + g,
+                vs_ptr + line * NV + g,
                 mask=live,
                 other=0.0,
             ).to(tl.float32)
@@ -325,11 +341,10 @@ def decode_split(
             v_known = v_known & fine
             s = tl.where(fine, s_raw, 0.0)
             ws = (w * s[:, None]).to(P_DTYPE)
-            code = v[g]
+            code = unpack(v[g], N).to(tl.float32)
             acc = tl.dot(tl.trans(ws), code.to(P_DTYPE), out[g] * factor[:, None], input_precision="ieee")
             if METER:
-                x = code.to(tl.float32)
-                v_square += s * s * tl.sum(x * x, 1)
+                v_square += s * s * tl.sum(code * code, 1)
             new_out = new_out + (acc,)
             if METER:
                 channels = 32 if g * 32 + 32 <= DV else DV - g * 32
@@ -356,10 +371,7 @@ def decode_split(
             rho = tl.sqrt(rho) * (0.5 * (1.0 + 2.0**-13) * _UP)
             rho = tl.where(v_known & ~never, rho, float("inf"))
             rho = tl.where(live, rho, 0.0)
-            seen = live
-            if WINDOW:
-                seen = live & (token >= tl.min(tl.where(valid, first, length), 0))
-            state = meter_step(state, factor, w, c, v_square, rho, seen)
+            state = meter_step(state, factor, w, c, v_square, rho, visible)
 
     cell = (row * num_qo_heads + head) * num_splits + split
     for g in tl.static_range(NV):
