@@ -49,3 +49,8 @@ def check_compute_dtype(dtype: torch.dtype) -> None:
     if dtype not in allowed:
         names = ", ".join(str(d) for d in allowed)
         raise UnsupportedError(f"queries have dtype {dtype}; allowed here are {names}")
+
+
+def weights_are_cast(dtype: torch.dtype) -> bool:
+    """Whether attention weights meet V in bfloat16: 16-bit queries on a GPU. The interpreter keeps fp32."""
+    return dtype != torch.float32 and not interpreting()

@@ -119,7 +119,8 @@ def meter_step(state, factor, w, c, v_square, rho, visible):
 def meter_store(state, ptr, mask, N: tl.constexpr):
     """Reduce the lanes and store the fields of a split at ``ptr [M]`` (floats; 0 and 1 hold ref and l)."""
     wh, ch, rest, eta, q, big, v2, r1, r2, rho_max, rho_min, v_max = state
-    lane = tl.argmax(wh, 0)
+    # NaN reaches the sums below; it must not reach the search for the maximum.
+    lane = tl.argmax(tl.where(wh == wh, wh, 0.0), 0)
     is_h = tl.arange(0, N)[:, None] == lane[None, :]
     other_w = tl.where(is_h, 0.0, wh)
     other_c = tl.where(is_h, 0.0, ch)

@@ -138,11 +138,19 @@ def merge_splits(
             used = split < stop
             ref = tl.load(meta + split * _FIELDS, mask=used, other=float("-inf"))
             weight = tl.load(meta + split * _FIELDS + 2, mask=used, other=0.0) * split_factor(ref, base)
+            # NaN reaches the sums; it must not reach the search for the maximum.
+            weight = tl.where(weight == weight, weight, 0.0)
             best = tl.max(weight, 0)
             if best > heaviest:
                 heaviest = best
                 heaviest_split = at + tl.argmax(weight, 0)
     c_h = 0.0
+    if METER and SINK:
+        sink_is_h = sink_weight > heaviest
+        heaviest = tl.where(sink_is_h, sink_weight, heaviest)
+        heaviest_split = tl.where(sink_is_h, -1, heaviest_split)
+        c_h = tl.where(sink_is_h, _SINK_RADIUS, 0.0)
+        other_sink = tl.where(sink_is_h, 0.0, sink_weight)
     rest = 0.0
     eta_r = 0.0
     q_r = 0.0
@@ -200,14 +208,13 @@ def merge_splits(
         lse = tl.where(blind, float("-inf"), base + tl.log2(mass))
         tl.store(lse_ptr + target * num_qo_heads + head, lse)
     if METER:
-        # The heaviest paged token stays h; a heavier sink is part of the rest, which is a valid choice of h too.
         h = tl.maximum(heaviest, 0.0)
         if SINK:
             g0 = growth_of(_SINK_RADIUS)
-            rest += sink_weight
-            eta_r += sink_weight * g0
-            q_r += sink_weight * g0 * g0
-            m_r = tl.maximum(m_r, _SINK_RADIUS)
+            rest += other_sink
+            eta_r += other_sink * g0
+            q_r += other_sink * g0 * g0
+            m_r = tl.maximum(m_r, tl.where(sink_is_h, 0.0, _SINK_RADIUS))
             rho_min = 0.0
         lost = tl.maximum(limit + tail, 1).to(tl.float32) * _LOST
         g_lost = growth_of(m_r)

@@ -13,7 +13,7 @@ from torch import Tensor
 from witcert_core.dither import DitherKey, num_groups
 from witcert_core.errors import InputError
 from witcert_core.kernels.common import dispatch, slack
-from witcert_core.kernels.common.backend import check_compute_dtype, resolve
+from witcert_core.kernels.common.backend import check_compute_dtype, resolve, weights_are_cast
 from witcert_core.kernels.common.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
 from witcert_core.kernels.decode.launch import decode_int8_op
 from witcert_core.kernels.decode.reference import decode_reference
@@ -127,7 +127,7 @@ def decode_int8(
             q, k, v, k_scales, v_scales, table, ids, layer=layer, head_ids=head_ids.tolist(), key=key,
             sm_scale=scale, v_scale=v_scale, delta_loc=delta_loc, witness=witness, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sinks=sinks, alibi_slopes=slopes, q_len=q_len,
-            cast=q.dtype != torch.float32,
+            cast=weights_are_cast(q.dtype),
         )  # fmt: skip
         return result[0].to(q.dtype), result[1].to(torch.float32), result[2].to(torch.float32)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from witcert_core.dither import num_groups
 from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.backend import interpreting
+from witcert_core.kernels.common.backend import weights_are_cast
 
 NUM_WARPS = 8
 NUM_STAGES = 2
@@ -23,7 +23,7 @@ def weight_dtype(compute: torch.dtype) -> object:
     """
     import triton.language as tl
 
-    return tl.float32 if compute == torch.float32 or interpreting() else tl.bfloat16
+    return tl.bfloat16 if weights_are_cast(compute) else tl.float32
 
 
 @torch.library.custom_op(

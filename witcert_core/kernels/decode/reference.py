@@ -12,7 +12,7 @@ from witcert_core.accumulate import accumulate
 from witcert_core.dither import DitherKey, rows
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.pages import PageTable, gather
-from witcert_core.layout import NUM_ACC_FIELDS
+from witcert_core.layout import NUM_ACC_FIELDS, AccField
 from witcert_core.radii import radius_dither, radius_group_witness
 
 
@@ -126,6 +126,10 @@ def decode_reference(
         rho = value_radius(gather(v_scales, slots), v_dim) * abs(v_scale)
         rho = torch.where((ids == 0)[:, None], float("inf"), rho)
         acc[r] = accumulate(z, c, v, rho, sinks)
+        # Around 0, as in the kernel, which does not know its output before it has seen all values.
+        largest = v.square().sum(dim=-1).sqrt().amax(dim=0).repeat_interleave(groups)
+        known = acc[r, :, AccField.V_RADIUS].isfinite()
+        acc[r, :, AccField.V_RADIUS] = torch.where(known, largest, float("inf"))
         extended = z if sinks is None else torch.cat((z, sinks.to(torch.float64)[:, None]), dim=-1)
         total = torch.logsumexp(extended, dim=-1)
         lse[r] = total / math.log(2.0)

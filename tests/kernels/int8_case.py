@@ -1,0 +1,135 @@
+"""A packed INT8 cache with everything that is not in use poisoned, and what its exact keys would have said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from witcert_core.dither import DitherKey, num_groups
+from witcert_core.kernels.append.reference import append_reference
+from witcert_core.kernels.common.pages import PageTable
+from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
+
+KEY = DitherKey(seed=11, nonce=22)
+LAYER = 3
+NEVER_OURS = 0x7FFFFFF0
+
+
+@dataclass
+class Int8Case:
+    """Requests of ``lengths`` tokens; the rest of the pool is poison."""
+
+    lengths: tuple[int, ...]
+    page_size: int
+    head_dim: int
+    group: int
+    kv_heads: int
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor
+    v_scales: Tensor
+    witness: Tensor
+    row_ids: Tensor
+    exact_k: Tensor
+    exact_v: Tensor
+    table: PageTable
+    head_ids: Tensor
+
+    def cache(self, layout: str) -> Any:
+        """The codes as NHD or HND pairs, or as one 5-D tensor."""
+        if layout == "5D":
+            return torch.stack((self.k, self.v), dim=1)
+        if layout == "HND":
+            return tuple(x.permute(0, 2, 1, 3).contiguous() for x in (self.k, self.v))
+        return self.k, self.v
+
+    def only(self, request: int) -> PageTable:
+        """The page table of one request alone."""
+        low, high = self.table.indptr[request : request + 2].tolist()
+        return PageTable(
+            torch.tensor([0, high - low], dtype=torch.int32),
+            self.table.indices[low:high].contiguous(),
+            self.table.last_page_len[request : request + 1].contiguous(),
+        )
+
+    def truth(self, q: Tensor, q_len: int, sm_scale: float, **options: Any) -> Tensor:
+        """Float64 TV ``[R, Hq]`` of exact against stored keys; 0 for rows that see nothing."""
+        from witcert_core.dither import rows
+        from witcert_core.kernels.decode.reference import dequantize
+
+        window, cap = options.get("window_left", -1), options.get("logits_soft_cap", 0.0)
+        sinks, slopes = options.get("sinks"), options.get("alibi_slopes")
+        out = torch.zeros(q.shape[:2], dtype=torch.float64)
+        for r in range(q.shape[0]):
+            request, step = divmod(r, q_len)
+            position = self.lengths[request] - q_len + step
+            first = max(position - window, 0) if window >= 0 else 0
+            if position < 0:
+                continue
+            slots = self.table.slots(request, position + 1, self.page_size)[first:]
+            page, offset = slots // self.page_size, slots % self.page_size
+            ids = self.row_ids[slots].to(torch.int64) & 0xFFFFFFFF
+            u = rows(KEY, ids, LAYER, self.head_ids.tolist(), self.head_dim)
+            stored = dequantize(self.k[page, offset], self.k_scales[page, offset], u)
+            weights = []
+            for keys in (self.exact_k[page, offset].double(), stored):
+                z = attention_logits(q[r].double(), keys, sm_scale, cap)
+                if slopes is not None:
+                    distance = torch.arange(first, position + 1, dtype=torch.float64) - position
+                    z = z + slopes.double()[:, None] * distance
+                weights.append(softmax_with_sink(z, sinks))
+            out[r] = total_variation(*weights)
+        return out
+
+
+def make_case(
+    lengths: tuple[int, ...], page_size: int, head_dim: int, group: int, kv_heads: int = 1, mixed: bool = True, seed: int = 0
+) -> Int8Case:
+    """Random keys with scales that all differ, pages in random order, dither rows shared or mixed."""
+    g = torch.Generator().manual_seed(seed)
+    pages = [-(-n // page_size) for n in lengths]
+    total = sum(pages) + 2
+    order = torch.randperm(total, generator=g).to(torch.int32)
+    shape = (total, page_size, kv_heads)
+    spread = torch.rand(*shape, num_groups(head_dim), generator=g).mul(3).exp().repeat_interleave(32, dim=-1)
+    exact_k = torch.randn(*shape, head_dim, generator=g) * spread[..., :head_dim] * 0.4
+    exact_v = torch.randn(*shape, head_dim, generator=g) * spread[..., :head_dim]
+    groups = num_groups(head_dim)
+    case = Int8Case(
+        lengths, page_size, head_dim, group, kv_heads,
+        torch.full((*shape, head_dim), 113, dtype=torch.int8), torch.full((*shape, head_dim), -99, dtype=torch.int8),
+        torch.full((*shape, groups), float("nan"), dtype=torch.float16),
+        torch.full((*shape, groups), float("nan"), dtype=torch.float16),
+        torch.full((*shape, groups), 255, dtype=torch.uint8),
+        torch.full((total * page_size,), NEVER_OURS, dtype=torch.int32),
+        exact_k, exact_v,
+        PageTable(
+            torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32),
+            order[: sum(pages)].contiguous(),
+            torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in lengths], dtype=torch.int32),
+        ),
+        torch.arange(kv_heads, dtype=torch.int32) + 5,
+    )  # fmt: skip
+    for request, length in enumerate(lengths):
+        slots = case.table.slots(request, length, page_size)
+        rows = torch.full((length,), 7 + request, dtype=torch.int32)
+        if mixed:
+            # The last third was generated token by token, with row ids beyond 2^31 among them.
+            own = torch.arange(length, dtype=torch.int32) - 2**31 + 1000
+            rows = torch.where(torch.arange(length) >= length - length // 3, own, rows)
+        case.row_ids[slots] = rows
+        page, offset = slots // page_size, slots % page_size
+        append_reference(
+            exact_k[page, offset], exact_v[page, offset], case.k, case.v, case.k_scales, case.v_scales, case.witness,
+            case.row_ids, slots, LAYER, case.head_ids.tolist(), KEY,
+        )  # fmt: skip
+    return case
+
+
+def queries(case: Int8Case, q_len: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    rows = len(case.lengths) * q_len
+    return torch.randn(rows, case.kv_heads * case.group, case.head_dim, generator=g).to(dtype)

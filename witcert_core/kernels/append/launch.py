@@ -1,0 +1,45 @@
+"""Custom op of the INT8 writer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TOKENS = 32
+NUM_WARPS = 4
+
+
+@torch.library.custom_op("witcert::append_int8", mutates_args=("k", "v", "k_scales", "v_scales", "witness"))
+def append_int8_op(
+    key: Tensor,
+    value: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scales: Tensor,
+    v_scales: Tensor,
+    witness: Tensor | None,
+    row_ids: Tensor,
+    slot_mapping: Tensor,
+    head_ids: Tensor,
+    layer: int,
+    seed: int,
+) -> None:
+    """Caches as ``[P, page_size, Hkv, D]`` views."""
+    from witcert_core.kernels.append.triton import append_kernel
+
+    tokens, heads, head_dim = key.shape
+    if tokens == 0:
+        return
+    append_kernel[(-(-tokens // TOKENS), heads, 2)](
+        key, value, k, v, k_scales, v_scales, k_scales if witness is None else witness, row_ids, head_ids,
+        slot_mapping, tokens,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        *k.stride()[:3], *v.stride()[:3],
+        layer, seed, HKV=heads, D=head_dim, DV=value.shape[2], PAGE=k.shape[1], N=TOKENS,
+        WITNESS=witness is not None, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+@append_int8_op.register_fake
+def _append_int8_fake(*args: object, **kwargs: object) -> None:
+    """Everything is written in place."""
