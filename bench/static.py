@@ -34,7 +34,7 @@ POINTERS = {
     "out_ptr": "*bf16", "counter_ptr": "*i64",
 }  # fmt: skip
 INTS = ("_ptr", "*i32")
-FLOATS = ("delta_ptr", "alibi_ptr", "part_o_ptr", "part_m_ptr", "lse_ptr", "acc_ptr", "sink_ptr")
+FLOATS = ("delta_ptr", "alibi_ptr", "part_o_ptr", "part_m_ptr", "lse_ptr", "acc_ptr", "sink_ptr", "omega_ptr")
 SCALARS = {"seed": "i64", "sm_scale": "fp32", "cap": "fp32", "v_scale": "fp32"}
 
 
@@ -123,7 +123,7 @@ def decode_cases(dim: int) -> list[Case]:
         )
     merge = {
         "DV": dim, "DV_PAD": dim, "PAGE": 16, "SPLIT": slack.SPLIT_TOKENS, "BLOCK": 16, "METER": True, "SINK": False,
-        "WINDOW": False, "ROWS": False, "FLAG": 0, "STORE_OUT": True,
+        "WINDOW": False, "ROWS": False, "FLAG": 0, "STORE_OUT": True, "OMEGA": False, "TAIL": False,
     }  # fmt: skip
     cases.append(Case("merge", merge_splits, merge, warps=4))
     return cases

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.compare import assert_outward
-from tests.kernels.int8_case import KEY, LAYER, make_case, queries
-from tests.kernels.pairwise import full, name, pairwise
+from .compare import assert_outward
+from .int8_case import KEY, LAYER, make_case, queries
+from .pairwise import full, name, pairwise
 from witcert_core.bounds import meter
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.kernels.decode import Workspace, decode_int8

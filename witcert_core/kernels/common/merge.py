@@ -48,11 +48,13 @@ def merge_splits(
     out_ptr,
     lse_ptr,
     acc_ptr,
+    omega_ptr,
     sink_ptr,
     indptr_ptr,
     last_len_ptr,
     request_ptr,
     position_ptr,
+    limit_ptr,
     target_ptr,
     tail_len_ptr,
     flag_ptr,
@@ -75,12 +77,14 @@ def merge_splits(
     ROWS: tl.constexpr,
     FLAG: tl.constexpr,
     STORE_OUT: tl.constexpr,
+    OMEGA: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """Grid ``(rows, Hq)``.
 
-    With ``ROWS`` a row has ``tail_len_ptr[row]`` more tokens outside its pages (the new keys of an extend step), in
-    splits after the paged ones, and its results go to row ``target_ptr[row]``. A row that sees nothing gets output
-    0, lse -inf and infinite accumulators, and is not counted.
+    With ``ROWS`` a row sees ``limit_ptr[row]`` paged tokens; with ``TAIL`` it has ``tail_len_ptr[row]`` more outside
+    its pages (the new keys of an extend step), in splits after the paged ones, and its results go to row
+    ``target_ptr[row]``. A row that sees nothing gets output 0, lse -inf and infinite accumulators, and is not counted.
     """
     if FLAG == 1:
         if tl.load(flag_ptr) == 0:
@@ -101,7 +105,8 @@ def merge_splits(
     tail = 0
     if ROWS:
         position = tl.load(position_ptr + row)
-        limit = length
+        limit = tl.minimum(tl.load(limit_ptr + row), length)
+    if TAIL:
         tail = tl.load(tail_len_ptr + row)
         target = tl.load(target_ptr + row).to(tl.int64)
     paged = (tl.maximum(limit, 0) + SPLIT - 1) // SPLIT
@@ -161,6 +166,7 @@ def merge_splits(
     rho_max = 0.0
     rho_min = float("inf")
     v_max = 0.0
+    omega = 0.0
     for at in range(start, stop, BLOCK):
         split = at + block
         used = split < stop
@@ -169,12 +175,15 @@ def merge_splits(
         factor = split_factor(ref, base)
         used = used & (ref != float("-inf"))
         mass += tl.sum(tl.load(slot + 1, mask=used, other=0.0) * factor, 0)
-        o = tl.load(
-            part_o_ptr + (cell * num_splits + split)[:, None] * DV + channel[None, :],
-            mask=used[:, None] & (channel < DV)[None, :],
-            other=0.0,
-        )
-        out += tl.sum(o * factor[:, None], 0)
+        if STORE_OUT:
+            o = tl.load(
+                part_o_ptr + (cell * num_splits + split)[:, None] * DV + channel[None, :],
+                mask=used[:, None] & (channel < DV)[None, :],
+                other=0.0,
+            )
+            out += tl.sum(o * factor[:, None], 0)
+        if OMEGA:
+            omega = tl.maximum(omega, tl.max(tl.load(slot + 14, mask=used, other=0.0), 0))
         if METER:
             weight = tl.load(slot + 2, mask=used, other=0.0) * factor
             c = tl.load(slot + 3, mask=used, other=0.0)
@@ -205,8 +214,10 @@ def merge_splits(
             value.to(out_ptr.dtype.element_ty),
             mask=channel < DV,
         )
-        lse = tl.where(blind, float("-inf"), base + tl.log2(mass))
-        tl.store(lse_ptr + target * num_qo_heads + head, lse)
+    lse = tl.where(blind, float("-inf"), base + tl.log2(mass))
+    tl.store(lse_ptr + target * num_qo_heads + head, lse)
+    if OMEGA:
+        tl.store(omega_ptr + target * num_qo_heads + head, tl.where(blind, float("inf"), omega))
     if METER:
         h = tl.maximum(heaviest, 0.0)
         if SINK:

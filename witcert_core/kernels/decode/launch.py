@@ -80,7 +80,7 @@ def decode_int8_op(
     decode_split[(requests * m_tiles, kv_heads, num_splits)](
         q, k_words, v_words, k_scales, v_scales, side, row_ids, head_ids,
         kv_indptr, kv_indices, kv_last_page_len,
-        kv_indptr, kv_indptr,
+        kv_indptr, kv_indptr, kv_indptr,
         delta_loc, q if alibi_slopes is None else alibi_slopes, kv_indptr if flag is None else flag,
         part_o, part_m,
         q.stride(0), q.stride(1),
@@ -94,13 +94,13 @@ def decode_int8_op(
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     merge_splits[(num_rows, heads)](
-        part_o, part_m, out, lse, acc, q if sinks is None else sinks,
-        kv_indptr, kv_last_page_len, kv_indptr, kv_indptr, kv_indptr, kv_indptr,
+        part_o, part_m, out, lse, acc, lse, q if sinks is None else sinks,
+        kv_indptr, kv_last_page_len, kv_indptr, kv_indptr, kv_indptr, kv_indptr, kv_indptr,
         kv_indptr if flag is None else flag, counter,
         out.stride(0), out.stride(1), v_scale, window_left, q_len, num_splits, heads,
         DV=v_dim, DV_PAD=triton.next_power_of_2(v_dim), PAGE=page_size, SPLIT=slack.SPLIT_TOKENS,
         BLOCK=MERGE_BLOCK, METER=meter, SINK=sinks is not None, WINDOW=window, ROWS=False, FLAG=run_if,
-        STORE_OUT=True, num_warps=4,
+        STORE_OUT=True, OMEGA=False, TAIL=False, num_warps=4,
     )  # fmt: skip
 
 

@@ -142,6 +142,7 @@ def decode_split(
     last_len_ptr,
     request_ptr,
     position_ptr,
+    limit_ptr,
     delta_ptr,
     alibi_ptr,
     flag_ptr,
@@ -184,8 +185,8 @@ def decode_split(
     """Grid ``(requests * m_tiles, Hkv, splits)``; ``k_ptr``, ``v_ptr`` and their strides count words of four codes.
 
     Words are unpacked in registers, so that operands are rearranged as 16-bit numbers, not byte by byte.
-    With ``ROWS`` each tile is one query row with its own request (``request_ptr``) and position
-    (``position_ptr``), and sees all of that request's pages; otherwise request ``b`` owns rows
+    With ``ROWS`` each tile is one query row with its own request (``request_ptr``), position (``position_ptr``) and
+    number of paged tokens before it that it may see (``limit_ptr``); otherwise request ``b`` owns rows
     ``b q_len .. b q_len + q_len - 1`` at the end of its tokens. ``FLAG``: 0 always runs, 1 only when the flag is
     set, 2 only when it is not.
     """
@@ -220,7 +221,7 @@ def decode_split(
     limit = position + 1
     if ROWS:
         position = tl.load(position_ptr + tile) + query * 0
-        limit = length + query * 0
+        limit = tl.load(limit_ptr + tile) + query * 0
     first = position * 0
     if WINDOW:
         first = tl.maximum(position - window_left, 0)

@@ -1,0 +1,189 @@
+"""The certificate over foreign quantizers' pools, and the witness written for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from witcert_core.bands import BandMap, band_map
+from witcert_core.bounds import meter
+from witcert_core.errors import UnsupportedError
+from witcert_core.kernels.certify import certify
+from witcert_core.kernels.common.pages import PageTable
+from witcert_core.kernels.witness import write_with_witness
+from witcert_core.rotary import RotarySpec
+from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
+from witcert_core.witness import decode_norm
+
+from .compare import assert_outward
+from .pairwise import full, name, pairwise
+
+FACTORS: dict[str, list[Any]] = {
+    "S": [1, 63, 64, 65, 1000],
+    "page": [1, 16, 64],
+    "D": [64, 80, 96, 128, 256],
+    "G": [1, 3, 4, 8],
+    "dtype": [torch.float32, torch.float16],
+    "layout": ["NHD", "HND"],
+    "option": ["plain", "window", "softcap", "sinks", "alibi", "three"],
+    "values": [False, True],
+}
+
+
+class Pool:
+    """One pool with poisoned unused slots, written by the kernel or the reference."""
+
+    def __init__(self, length: int, page: int, dim: int, dtype: torch.dtype, bands: BandMap, backend: str = "auto"):
+        g = torch.Generator().manual_seed(3)
+        pages = -(-length // page) + 2
+        order = torch.randperm(pages, generator=g).to(torch.int32)
+        self.table = PageTable(
+            torch.tensor([0, pages - 2], dtype=torch.int32),
+            order[: pages - 2].contiguous(),
+            torch.tensor([(length - 1) % page + 1], dtype=torch.int32),
+        )
+        shape = (pages, page, 1)
+        self.k = torch.full((*shape, dim), float("nan"), dtype=dtype)
+        self.v = torch.full((*shape, dim), float("nan"), dtype=dtype)
+        self.witness = torch.full((*shape, bands.num_bands), 255, dtype=torch.uint8)
+        self.value_witness = torch.full((*shape, 1), 255, dtype=torch.uint8)
+        self.slots = self.table.slots(0, length, page)
+        self.exact_k = torch.randn(length, 1, dim, generator=g).to(dtype)
+        self.exact_v = torch.randn(length, 1, dim, generator=g).to(dtype)
+        noise = torch.rand(length, 1, 1, generator=g) * 0.2
+        self.fake_k = self.exact_k.float() + noise * torch.randn(length, 1, dim, generator=g)
+        self.fake_v = self.exact_v.float() + noise * torch.randn(length, 1, dim, generator=g)
+        write_with_witness(
+            self.exact_k, self.exact_v, self.fake_k, self.fake_v, (self.k, self.v), self.witness, self.value_witness,
+            self.slots, bands, backend=backend,
+        )  # fmt: skip
+
+    def at(self, side: Tensor) -> Tensor:
+        page = side.shape[1]
+        return side[self.slots // page, self.slots % page]
+
+
+def options_of(option: str, heads: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(5)
+    return {
+        "plain": {},
+        "window": {"window_left": 40},
+        "softcap": {"logits_soft_cap": 15.0},
+        "sinks": {"sinks": torch.randn(heads, generator=g)},
+        "alibi": {"alibi_slopes": torch.rand(heads, generator=g) * 0.1},
+        "three": {"q_len": 3},
+    }[option]
+
+
+def check(case: dict[str, Any]) -> None:
+    bands = band_map(RotarySpec(case["D"]))
+    pool = Pool(case["S"], case["page"], case["D"], case["dtype"], bands)
+    extra = options_of(case["option"], case["G"])
+    q_len = extra.get("q_len", 1)
+    q = torch.randn(q_len, case["G"], case["D"], generator=torch.Generator().manual_seed(9)).to(case["dtype"])
+    cache = (pool.k, pool.v)
+    if case["layout"] == "HND":
+        cache = tuple(x.permute(0, 2, 1, 3).contiguous() for x in cache)
+    arguments: dict[str, Any] = dict(
+        max_kv_len=case["S"], kv_layout=case["layout"], k_scale=0.5, v_scale=1.75,
+        value_witness=pool.value_witness if case["values"] else None, **extra,
+    )  # fmt: skip
+    got = certify(q, cache, pool.witness, pool.table, bands, **arguments)
+    want = certify(q, cache, pool.witness, pool.table, bands, backend="reference", **arguments)
+    assert_outward(got.acc, want.acc, absolute=2e-6 if case["option"] == "sinks" else 1e-12)
+    torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-4)
+    assert bool((got.omega >= want.omega).all())
+    assert bool((got.omega[want.omega.isfinite()] <= want.omega[want.omega.isfinite()] * 1.02 + 1e-5).all())
+    for r in range(q_len):
+        position = case["S"] - q_len + r
+        if position < 0:
+            continue
+        first = max(position - 40, 0) if case["option"] == "window" else 0
+        seen = slice(first, position + 1)
+        weights = []
+        for keys in (pool.exact_k, pool.at(pool.k)):
+            z = attention_logits(
+                q[r].double(), keys[seen].double(), 0.5 / case["D"] ** 0.5, extra.get("logits_soft_cap", 0.0)
+            )
+            if case["option"] == "alibi":
+                z = z + extra["alibi_slopes"].double()[:, None] * (torch.arange(first, position + 1) - position)
+            weights.append(softmax_with_sink(z, extra.get("sinks")))
+        assert bool((got.meter()[0][r] >= total_variation(*weights)).all())
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=name)
+def test_matches_float64(case: dict[str, Any]) -> None:
+    check(case)
+
+
+GRID = full({key: FACTORS[key] for key in ("S", "page", "D", "G", "dtype")})
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("index", range(len(GRID)), ids=lambda i: name(GRID[i]))
+def test_matches_float64_everywhere(index: int) -> None:
+    turns = {key: FACTORS[key][index % len(FACTORS[key])] for key in ("layout", "values")}
+    check({**GRID[index], **turns, "option": FACTORS["option"][index // 2 % 6]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_witness_kernel_is_never_below_the_residual_and_at_most_one_code_above(dtype: torch.dtype, dim: int) -> None:
+    bands = band_map(RotarySpec(dim))
+    kernel, plain = (Pool(37, 16, dim, dtype, bands, backend) for backend in ("auto", "reference"))
+    assert torch.equal(kernel.at(kernel.k), plain.at(plain.k))
+    assert torch.equal(kernel.at(kernel.v), plain.at(plain.v))
+    for got, want in ((kernel.witness, plain.witness), (kernel.value_witness, plain.value_witness)):
+        step = got.int() - want.int()
+        assert int(step.min()) >= 0
+        assert int(step.max()) <= 1
+    residual = kernel.at(kernel.k).double() - kernel.exact_k.double()
+    assert bool((decode_norm(kernel.at(kernel.witness)) >= bands.norms(residual)).all())
+
+
+def test_witness_of_extreme_residuals() -> None:
+    bands = BandMap(torch.arange(32) // 8, 4)
+    exact = torch.zeros(1, 1, 32)
+    fake = torch.zeros(1, 1, 32)
+    fake[0, 0, 8], fake[0, 0, 16], fake[0, 0, 24] = 1e-30, 1e30, float("nan")
+    k, v = torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, 1, 32)
+    witness, values = torch.zeros(1, 1, 1, 4, dtype=torch.uint8), torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
+    write_with_witness(exact, exact, fake, exact, (k, v), witness, values, torch.zeros(1, dtype=torch.int64), bands)
+    assert witness.flatten().tolist() == [0, 1, 255, 255]
+    assert values.flatten().tolist() == [0]
+
+
+def test_unknown_slot_makes_the_meter_one_and_rows_may_come_in_any_order() -> None:
+    bands = band_map(RotarySpec(64))
+    pool = Pool(70, 16, 64, torch.float32, bands)
+    page, offset = int(pool.slots[50]) // 16, int(pool.slots[50]) % 16
+    pool.witness[page, offset, 0, 7] = 255
+    q = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(2))
+    counters = torch.zeros(2, dtype=torch.int64)
+    rows: dict[str, Any] = dict(
+        row_request=torch.zeros(3, dtype=torch.int32), row_position=torch.tensor([69, 49, 50], dtype=torch.int32)
+    )
+    got = certify(
+        q, (pool.k, pool.v), pool.witness, pool.table, bands, max_kv_len=70, counters=counters, layer=1, **rows
+    )
+    want = certify(q, (pool.k, pool.v), pool.witness, pool.table, bands, max_kv_len=70, backend="reference", **rows)
+    assert got.meter()[0][0].tolist() == [1.0, 1.0] == got.meter()[0][2].tolist()
+    assert bool((got.meter()[0][1] < 1.0).all())
+    assert_outward(got.acc[1:2], want.acc[1:2])
+    assert counters.tolist() == [0, 6]
+
+
+def test_fp8_pool_and_refusal_of_keys_that_would_round() -> None:
+    bands = band_map(RotarySpec(64))
+    pool = Pool(40, 16, 64, torch.float16, bands)
+    q = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(2)).half()
+    narrow = tuple(x.nan_to_num().to(torch.float8_e5m2) for x in (pool.k, pool.v))
+    got = certify(q, narrow, pool.witness, pool.table, bands, max_kv_len=40)
+    want = certify(q, narrow, pool.witness, pool.table, bands, max_kv_len=40, backend="reference")
+    assert_outward(got.acc, want.acc)
+    assert bool((meter(got.acc)[0] <= got.meter()[0]).all())
+    with pytest.raises(UnsupportedError, match="would round keys"):
+        certify(q, (pool.k.float(), pool.v.float()), pool.witness, pool.table, bands, max_kv_len=40)

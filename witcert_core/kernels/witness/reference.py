@@ -1,0 +1,30 @@
+"""The witness writer in plain torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from witcert_core.bands import BandMap
+from witcert_core.witness import value_codes, witness_codes
+
+
+def write_witness_reference(
+    exact_k: Tensor,
+    exact_v: Tensor,
+    fake_k: Tensor,
+    fake_v: Tensor,
+    k: Tensor,
+    v: Tensor,
+    witness: Tensor,
+    value_witness: Tensor,
+    slot_mapping: Tensor,
+    bands: BandMap,
+) -> None:
+    """Pools ``[P, page_size, Hkv, D]`` views, written in place; negative slots are skipped."""
+    used = slot_mapping >= 0
+    page, offset = slot_mapping[used] // k.shape[1], slot_mapping[used] % k.shape[1]
+    stored_k, stored_v = fake_k[used].to(k.dtype), fake_v[used].to(v.dtype)
+    k[page, offset] = stored_k
+    v[page, offset] = stored_v
+    witness[page, offset] = witness_codes(exact_k[used], stored_k, bands)
+    value_witness[page, offset] = value_codes(exact_v[used], stored_v)[..., None]
