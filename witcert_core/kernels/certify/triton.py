@@ -11,8 +11,9 @@ import triton.language as tl
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.device import (
     meter_start,
-    meter_step,
     meter_store,
+    meter_values,
+    meter_weights,
     next_reference,
     soft_cap,
 )
@@ -155,7 +156,7 @@ def certify_split(
     ref = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((N, M), tl.float32)
     omega_max = tl.zeros((N, M), tl.float32)
-    state = meter_start(N, M)
+    weights, values = meter_start(N, M)
     for start in range(begin, end, N):
         token = start + tl.arange(0, N)
         live = token < end
@@ -205,6 +206,7 @@ def certify_split(
         omega_max = tl.where(both == both, omega_max, float("inf"))
         c = tl.where(unknown[:, None], float("inf"), c + own)
         c = tl.where(visible, c, 0.0)
+        weights = meter_weights(weights, factor, w, c)
 
         v_square = tl.zeros((N,), tl.float32)
         rho = tl.zeros((N,), tl.float32) + float("inf")
@@ -217,10 +219,10 @@ def certify_split(
                 v_square += tl.sum(single * single, 1)
             rho = decode_norm(tl.load(vw_ptr + line, mask=live, other=0))
         rho = tl.where(live, rho, 0.0)
-        state = meter_step(state, factor, w, c, v_square, rho, visible)
+        values = meter_values(values, factor, w, v_square, rho, visible)
 
     meta = part_m_ptr + ((row * num_qo_heads + head) * num_splits + split) * _FIELDS
     tl.store(meta, ref, mask=valid)
     tl.store(meta + 1, tl.sum(total, 0), mask=valid)
     tl.store(meta + 14, tl.max(omega_max, 0), mask=valid)
-    meter_store(state, meta, valid, N)
+    meter_store(weights, values, meta, valid, N)

@@ -83,16 +83,16 @@ def next_reference(z2, ref):
 
 @triton.jit
 def meter_start(N: tl.constexpr, M: tl.constexpr):
-    """Empty lanes ``[N, M]``: heaviest weight and radius, rest weight, eta, Q, largest radius, V2, rho, rho^2, largest
-    and smallest rho, largest ``||v||^2``."""
+    """Empty lanes ``[N, M]``: heaviest weight and radius, rest weight, eta, Q, largest radius; and V2, rho, rho^2,
+    largest and smallest rho, largest ``||v||^2``. Two tuples, so that one can rest while the other is worked on."""
     zero = tl.zeros((N, M), tl.float32)
-    return zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero + float("inf"), zero
+    return (zero, zero, zero, zero, zero, zero), (zero, zero, zero, zero, zero + float("inf"), zero)
 
 
 @triton.jit
-def meter_step(state, factor, w, c, v_square, rho, visible):
-    """Take in one tile: weights ``w`` and radii ``c`` ``[N, M]`` (both 0 where invisible), ``v_square``, ``rho [N]``."""
-    wh, ch, rest, eta, q, big, v2, r1, r2, rho_max, rho_min, v_max = state
+def meter_weights(lanes, factor, w, c):
+    """Take in weights ``w`` and radii ``c`` ``[N, M]`` of one tile, both 0 where invisible."""
+    wh, ch, rest, eta, q, big = lanes
     scale = factor[None, :]
     wh = wh * scale
     newer = w > wh
@@ -106,19 +106,28 @@ def meter_step(state, factor, w, c, v_square, rho, visible):
     eta = eta * scale + first
     q = q * scale + first * tl.where(g > 2.4e17, 2.4e17, g)
     big = tl.where(out_c > big, out_c, big)
+    return wh, ch, rest, eta, q, big
+
+
+@triton.jit
+def meter_values(lanes, factor, w, v_square, rho, visible):
+    """Take in ``||v||^2`` and value radii ``[N]`` of one tile."""
+    v2, r1, r2, rho_max, rho_min, v_max = lanes
+    scale = factor[None, :]
     v2 = v2 * scale + w * v_square[:, None]
     r1 = r1 * scale + w * rho[:, None]
     r2 = r2 * scale + w * (rho * rho)[:, None]
     rho_max = tl.where(visible & (rho[:, None] > rho_max), rho[:, None], rho_max)
     rho_min = tl.where(visible & (rho[:, None] < rho_min), rho[:, None], rho_min)
     v_max = tl.where(visible & (v_square[:, None] > v_max), v_square[:, None], v_max)
-    return wh, ch, rest, eta, q, big, v2, r1, r2, rho_max, rho_min, v_max
+    return v2, r1, r2, rho_max, rho_min, v_max
 
 
 @triton.jit
-def meter_store(state, ptr, mask, N: tl.constexpr):
+def meter_store(weights, values, ptr, mask, N: tl.constexpr):
     """Reduce the lanes and store the fields of a split at ``ptr [M]`` (floats; 0 and 1 hold ref and l)."""
-    wh, ch, rest, eta, q, big, v2, r1, r2, rho_max, rho_min, v_max = state
+    wh, ch, rest, eta, q, big = weights
+    v2, r1, r2, rho_max, rho_min, v_max = values
     # NaN reaches the sums below; it must not reach the search for the maximum.
     lane = tl.argmax(tl.where(wh == wh, wh, 0.0), 0)
     is_h = tl.arange(0, N)[:, None] == lane[None, :]

@@ -21,8 +21,9 @@ from witcert_core.kernels.common.device import (
     dither_row,
     dither_tile,
     meter_start,
-    meter_step,
     meter_store,
+    meter_values,
+    meter_weights,
     next_reference,
     soft_cap,
     union_tail,
@@ -253,7 +254,7 @@ def decode_split(
     out = ()
     for g in tl.static_range(NV):
         out = out + (tl.zeros((M, 32), tl.float32),)
-    state = meter_start(N, M)
+    weights, values = meter_start(N, M)
     # Row 0 is never issued, so the first tile always computes its row's terms.
     current = tl.zeros((), tl.int32)
     kappa = ()
@@ -285,11 +286,7 @@ def decode_split(
         known = live
         stored = tl.zeros((N, M), tl.float32)
         for g in tl.static_range(NG):
-            s_raw = tl.load(
-                ks_ptr + line * NG + g,
-                mask=live,
-                other=0.0,
-            ).to(tl.float32)
+            s_raw = tl.load(ks_ptr + line * NG + g, mask=live, other=0.0).to(tl.float32)
             fine = (s_raw >= 0.0) & (s_raw < float("inf"))
             known = known & fine
             s = tl.where(fine, s_raw, 0.0)
@@ -301,11 +298,7 @@ def decode_split(
                 l1 += norm1[g][None, :] * s[:, None]
                 variance += norm2[g][None, :] * (s * s)[:, None]
                 if WITNESS:
-                    code = tl.load(
-                        kw_ptr + line * NG + g,
-                        mask=live,
-                        other=0,
-                    ).to(tl.float32)
+                    code = tl.load(kw_ptr + line * NG + g, mask=live, other=0).to(tl.float32)
                     stored += tl.sqrt(norm2[g])[None, :] * (s * code * _WITNESS_UNIT)[:, None]
 
         if shared == 0:
@@ -327,17 +320,30 @@ def decode_split(
         gap = z2 - safe[None, :]
         w = tl.exp2(gap)
         total = total * factor[None, :] + w
+        never = row_id == 0
+        if METER:
+            c = dither_radius(l1, variance, tail)
+            if WITNESS:
+                c = tl.where(stored < c, stored, c)
+            c += l1 * (_ARITHMETIC * DOT_ERROR) + _SOFTMAX
+            # Far below the maximum the subtraction rounds; beyond 2^-150 the weight is 0 anyway.
+            c += tl.where(gap < -150.0, 150.0, tl.abs(gap)) * _FAR
+            if SOFT_CAP:
+                c += cap * _SOFTCAP
+            if ALIBI:
+                c += tl.abs(bias) * _BIAS
+            if P_DTYPE != tl.float32:
+                c += _CAST
+            c = tl.where((known & ~never)[:, None], c, float("inf"))
+            c = tl.where(visible, c, 0.0)
+            weights = meter_weights(weights, factor, w, c)
 
         v_square = tl.zeros((N,), tl.float32)
         rho = tl.zeros((N,), tl.float32)
         v_known = live
         new_out = ()
         for g in tl.static_range(NV):
-            s_raw = tl.load(
-                vs_ptr + line * NV + g,
-                mask=live,
-                other=0.0,
-            ).to(tl.float32)
+            s_raw = tl.load(vs_ptr + line * NV + g, mask=live, other=0.0).to(tl.float32)
             fine = (s_raw >= 0.0) & (s_raw < float("inf"))
             v_known = v_known & fine
             s = tl.where(fine, s_raw, 0.0)
@@ -353,26 +359,11 @@ def decode_split(
         out = new_out
 
         if METER:
-            c = dither_radius(l1, variance, tail)
-            if WITNESS:
-                c = tl.where(stored < c, stored, c)
-            c += l1 * (_ARITHMETIC * DOT_ERROR) + _SOFTMAX
-            # Far below the maximum the subtraction rounds; beyond 2^-150 the weight is 0 anyway.
-            c += tl.where(gap < -150.0, 150.0, tl.abs(gap)) * _FAR
-            if SOFT_CAP:
-                c += cap * _SOFTCAP
-            if ALIBI:
-                c += tl.abs(bias) * _BIAS
-            if P_DTYPE != tl.float32:
-                c += _CAST
-            never = row_id == 0
-            c = tl.where((known & ~never)[:, None], c, float("inf"))
-            c = tl.where(visible, c, 0.0)
             # Half a step in each channel, with the 2^-13 that dequantization in fp32 may add.
             rho = tl.sqrt(rho) * (0.5 * (1.0 + 2.0**-13) * _UP)
             rho = tl.where(v_known & ~never, rho, float("inf"))
             rho = tl.where(live, rho, 0.0)
-            state = meter_step(state, factor, w, c, v_square, rho, visible)
+            values = meter_values(values, factor, w, v_square, rho, visible)
 
     cell = (row * num_qo_heads + head) * num_splits + split
     for g in tl.static_range(NV):
@@ -383,4 +374,4 @@ def decode_split(
     tl.store(meta, ref, mask=valid)
     tl.store(meta + 1, tl.sum(total, 0), mask=valid)
     if METER:
-        meter_store(state, meta, valid, N)
+        meter_store(weights, values, meta, valid, N)
