@@ -1,7 +1,7 @@
 """Compile every kernel for sm_80, sm_90 and sm_100 without a GPU and write ``bench/static.md``.
 
-Run without ``TRITON_INTERPRET``: ``python bench/static.py [--check]``. Registers and spills are what ptxas says of the
-generated PTX; ``--check`` only fails if a decode kernel spills at D <= 128.
+Run without ``TRITON_INTERPRET``: ``python bench/static.py [--check]``. Registers and spills are what ptxas
+says of the generated PTX; ``--check`` only fails if a decode kernel spills at D <= 128.
 """
 
 from __future__ import annotations
@@ -30,9 +30,15 @@ from witcert_core.layout import KVLayout
 TARGETS = (80, 90, 100)
 HEAD_DIMS = (64, 128)
 POINTERS = {
-    "q_ptr": "*bf16", "k_ptr": "*i32", "v_ptr": "*i32", "ks_ptr": "*fp16", "vs_ptr": "*fp16", "kw_ptr": "*u8",
-    "out_ptr": "*bf16", "counter_ptr": "*i64",
-}  # fmt: skip
+    "q_ptr": "*bf16",
+    "k_ptr": "*i32",
+    "v_ptr": "*i32",
+    "ks_ptr": "*fp16",
+    "vs_ptr": "*fp16",
+    "kw_ptr": "*u8",
+    "out_ptr": "*bf16",
+    "counter_ptr": "*i64",
+}
 INTS = ("_ptr", "*i32")
 FLOATS = ("delta_ptr", "alibi_ptr", "part_o_ptr", "part_m_ptr", "lse_ptr", "acc_ptr", "sink_ptr", "omega_ptr")
 SCALARS = {"seed": "i64", "sm_scale": "fp32", "cap": "fp32", "v_scale": "fp32"}
@@ -88,7 +94,15 @@ def build(case: Case, arch: int) -> dict[str, int]:
         ptx = Path(folder) / "k.ptx"
         ptx.write_text(compiled.asm["ptx"])
         suffix = "a" if arch >= 90 else ""
-        command = [ptxas, "-v", "--regAllocOptLevel=2", f"--gpu-name=sm_{arch}{suffix}", str(ptx), "-o", f"{folder}/k.o"]
+        command = [
+            ptxas,
+            "-v",
+            "--regAllocOptLevel=2",
+            f"--gpu-name=sm_{arch}{suffix}",
+            str(ptx),
+            "-o",
+            f"{folder}/k.o",
+        ]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     used = re.search(r"Used (\d+) registers", log)
     spill = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -105,10 +119,21 @@ def decode_cases(dim: int) -> list[Case]:
     """INT8 decode of 8 KV heads with G = 4, pages of 16, metered (with and without group witness) or not."""
     layout, stored = KVLayout(dim), KVLayout(dim, stored_witness=True)
     common: dict[str, Any] = {
-        "G": 4, "D": dim, "DV": dim, "PAGE": 16, "M": 8, "N": slack.TILE_TOKENS, "SPLIT": slack.SPLIT_TOKENS,
-        "SOFT_CAP": False, "WINDOW": False, "ALIBI": False, "ROWS": False, "FLAG": 0, "P_DTYPE": tl.bfloat16,
+        "G": 4,
+        "D": dim,
+        "DV": dim,
+        "PAGE": 16,
+        "M": 8,
+        "N": slack.TILE_TOKENS,
+        "SPLIT": slack.SPLIT_TOKENS,
+        "SOFT_CAP": False,
+        "WINDOW": False,
+        "ALIBI": False,
+        "ROWS": False,
+        "FLAG": 0,
+        "P_DTYPE": tl.bfloat16,
         "DOT_ERROR": slack.int8_dot_error(-(-dim // 32)),
-    }  # fmt: skip
+    }
     cases = []
     for name, meter, witness, size in (
         ("decode", False, False, layout.bytes_per_token_head),
@@ -116,15 +141,33 @@ def decode_cases(dim: int) -> list[Case]:
         ("decode+meter+witness", True, True, stored.bytes_per_token_head),
     ):
         constants = {**common, "METER": meter, "WITNESS": witness}
-        # Beside the codes: 4 bytes of row id a token, shared by the heads that read it, 4 of page index a page.
+        # Beside the codes: 4 bytes of row id a token, shared by the heads that read it, 4 of page index a
+        # page.
         cases.append(
-            Case(name, decode_split, constants, must_not_spill=True, bytes_moved=size + 4,
-                 floor=layout.bytes_per_token_head)  # fmt: skip
+            Case(
+                name,
+                decode_split,
+                constants,
+                must_not_spill=True,
+                bytes_moved=size + 4,
+                floor=layout.bytes_per_token_head,
+            )
         )
     merge = {
-        "DV": dim, "DV_PAD": dim, "PAGE": 16, "SPLIT": slack.SPLIT_TOKENS, "BLOCK": 16, "METER": True, "SINK": False,
-        "WINDOW": False, "ROWS": False, "FLAG": 0, "STORE_OUT": True, "OMEGA": False, "TAIL": False,
-    }  # fmt: skip
+        "DV": dim,
+        "DV_PAD": dim,
+        "PAGE": 16,
+        "SPLIT": slack.SPLIT_TOKENS,
+        "BLOCK": 16,
+        "METER": True,
+        "SINK": False,
+        "WINDOW": False,
+        "ROWS": False,
+        "FLAG": 0,
+        "STORE_OUT": True,
+        "OMEGA": False,
+        "TAIL": False,
+    }
     cases.append(Case("merge", merge_splits, merge, warps=4))
     return cases
 
@@ -135,14 +178,16 @@ def all_cases(dim: int) -> list[Case]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compile and fail on a spilling decode kernel; write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="compile and fail on a spilling decode kernel; write nothing"
+    )
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     options = parser.parse_args()
     lines = [
         "# Kernels as compiled, without a GPU",
         "",
-        "Written by `bench/static.py`; nothing here is a timing. Bytes per token and KV head are counted from the",
-        "kernel's own loads; the floor at D = 128 is 272 (codes and scales of K and V).",
+        "Written by `bench/static.py`; nothing here is a timing. Bytes per token and KV head are counted",
+        "from the kernel's own loads; the floor at D = 128 is 272 (codes and scales of K and V).",
         "",
         "| kernel | D | target | registers | spilled bytes | shared bytes | bytes/token-head | over floor |",
         "|---|---|---|---|---|---|---|---|",
@@ -156,7 +201,11 @@ def main() -> int:
                 began = time.time()
                 result = build(case, arch)
                 moved = "" if case.bytes_moved is None else str(case.bytes_moved)
-                ratio = "" if case.bytes_moved is None or case.floor is None else f"{case.bytes_moved / case.floor:.3f}"
+                ratio = (
+                    ""
+                    if case.bytes_moved is None or case.floor is None
+                    else f"{case.bytes_moved / case.floor:.3f}"
+                )
                 lines.append(
                     f"| {case.name} | {dim} | sm_{arch} | {result['registers']} | {result['spills']} | "
                     f"{result['shared']} | {moved} | {ratio} |"

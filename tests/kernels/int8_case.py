@@ -1,4 +1,5 @@
-"""A packed INT8 cache with everything that is not in use poisoned, and what its exact keys would have said."""
+"""A packed INT8 cache with everything that is not in use poisoned, and what its exact keys would have
+said."""
 
 from __future__ import annotations
 
@@ -86,7 +87,13 @@ class Int8Case:
 
 
 def make_case(
-    lengths: tuple[int, ...], page_size: int, head_dim: int, group: int, kv_heads: int = 1, mixed: bool = True, seed: int = 0
+    lengths: tuple[int, ...],
+    page_size: int,
+    head_dim: int,
+    group: int,
+    kv_heads: int = 1,
+    mixed: bool = True,
+    seed: int = 0,
 ) -> Int8Case:
     """Random keys with scales that all differ, pages in random order, dither rows shared or mixed."""
     g = torch.Generator().manual_seed(seed)
@@ -99,20 +106,26 @@ def make_case(
     exact_v = torch.randn(*shape, head_dim, generator=g) * spread[..., :head_dim]
     groups = num_groups(head_dim)
     case = Int8Case(
-        lengths, page_size, head_dim, group, kv_heads,
-        torch.full((*shape, head_dim), 113, dtype=torch.int8), torch.full((*shape, head_dim), -99, dtype=torch.int8),
+        lengths,
+        page_size,
+        head_dim,
+        group,
+        kv_heads,
+        torch.full((*shape, head_dim), 113, dtype=torch.int8),
+        torch.full((*shape, head_dim), -99, dtype=torch.int8),
         torch.full((*shape, groups), float("nan"), dtype=torch.float16),
         torch.full((*shape, groups), float("nan"), dtype=torch.float16),
         torch.full((*shape, groups), 255, dtype=torch.uint8),
         torch.full((total * page_size,), NEVER_OURS, dtype=torch.int32),
-        exact_k, exact_v,
+        exact_k,
+        exact_v,
         PageTable(
             torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32),
             order[: sum(pages)].contiguous(),
             torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in lengths], dtype=torch.int32),
         ),
         torch.arange(kv_heads, dtype=torch.int32) + 5,
-    )  # fmt: skip
+    )
     for request, length in enumerate(lengths):
         slots = case.table.slots(request, length, page_size)
         rows = torch.full((length,), 7 + request, dtype=torch.int32)
@@ -123,9 +136,19 @@ def make_case(
         case.row_ids[slots] = rows
         page, offset = slots // page_size, slots % page_size
         append_reference(
-            exact_k[page, offset], exact_v[page, offset], case.k, case.v, case.k_scales, case.v_scales, case.witness,
-            case.row_ids, slots, LAYER, case.head_ids.tolist(), KEY,
-        )  # fmt: skip
+            exact_k[page, offset],
+            exact_v[page, offset],
+            case.k,
+            case.v,
+            case.k_scales,
+            case.v_scales,
+            case.witness,
+            case.row_ids,
+            slots,
+            LAYER,
+            case.head_ids.tolist(),
+            KEY,
+        )
     return case
 
 

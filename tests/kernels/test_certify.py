@@ -36,7 +36,9 @@ FACTORS: dict[str, list[Any]] = {
 class Pool:
     """One pool with poisoned unused slots, written by the kernel or the reference."""
 
-    def __init__(self, length: int, page: int, dim: int, dtype: torch.dtype, bands: BandMap, backend: str = "auto"):
+    def __init__(
+        self, length: int, page: int, dim: int, dtype: torch.dtype, bands: BandMap, backend: str = "auto"
+    ):
         g = torch.Generator().manual_seed(3)
         pages = -(-length // page) + 2
         order = torch.randperm(pages, generator=g).to(torch.int32)
@@ -57,9 +59,17 @@ class Pool:
         self.fake_k = self.exact_k.float() + noise * torch.randn(length, 1, dim, generator=g)
         self.fake_v = self.exact_v.float() + noise * torch.randn(length, 1, dim, generator=g)
         write_with_witness(
-            self.exact_k, self.exact_v, self.fake_k, self.fake_v, (self.k, self.v), self.witness, self.value_witness,
-            self.slots, bands, backend=backend,
-        )  # fmt: skip
+            self.exact_k,
+            self.exact_v,
+            self.fake_k,
+            self.fake_v,
+            (self.k, self.v),
+            self.witness,
+            self.value_witness,
+            self.slots,
+            bands,
+            backend=backend,
+        )
 
     def at(self, side: Tensor) -> Tensor:
         page = side.shape[1]
@@ -88,9 +98,13 @@ def check(case: dict[str, Any]) -> None:
     if case["layout"] == "HND":
         cache = tuple(x.permute(0, 2, 1, 3).contiguous() for x in cache)
     arguments: dict[str, Any] = dict(
-        max_kv_len=case["S"], kv_layout=case["layout"], k_scale=0.5, v_scale=1.75,
-        value_witness=pool.value_witness if case["values"] else None, **extra,
-    )  # fmt: skip
+        max_kv_len=case["S"],
+        kv_layout=case["layout"],
+        k_scale=0.5,
+        v_scale=1.75,
+        value_witness=pool.value_witness if case["values"] else None,
+        **extra,
+    )
     got = certify(q, cache, pool.witness, pool.table, bands, **arguments)
     want = certify(q, cache, pool.witness, pool.table, bands, backend="reference", **arguments)
     assert_outward(got.acc, want.acc, absolute=2e-6 if case["option"] == "sinks" else 1e-12)
@@ -109,7 +123,9 @@ def check(case: dict[str, Any]) -> None:
                 q[r].double(), keys[seen].double(), 0.5 / case["D"] ** 0.5, extra.get("logits_soft_cap", 0.0)
             )
             if case["option"] == "alibi":
-                z = z + extra["alibi_slopes"].double()[:, None] * (torch.arange(first, position + 1) - position)
+                z = z + extra["alibi_slopes"].double()[:, None] * (
+                    torch.arange(first, position + 1) - position
+                )
             weights.append(softmax_with_sink(z, extra.get("sinks")))
         assert bool((got.meter()[0][r] >= total_variation(*weights)).all())
 
@@ -131,7 +147,9 @@ def test_matches_float64_everywhere(index: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dim", [64, 80])
-def test_witness_kernel_is_never_below_the_residual_and_at_most_one_code_above(dtype: torch.dtype, dim: int) -> None:
+def test_witness_kernel_is_never_below_the_residual_and_at_most_one_code_above(
+    dtype: torch.dtype, dim: int
+) -> None:
     bands = band_map(RotarySpec(dim))
     kernel, plain = (Pool(37, 16, dim, dtype, bands, backend) for backend in ("auto", "reference"))
     assert torch.equal(kernel.at(kernel.k), plain.at(plain.k))
@@ -151,7 +169,9 @@ def test_witness_of_extreme_residuals() -> None:
     fake[0, 0, 8], fake[0, 0, 16], fake[0, 0, 24] = 1e-30, 1e30, float("nan")
     k, v = torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, 1, 32)
     witness, values = torch.zeros(1, 1, 1, 4, dtype=torch.uint8), torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
-    write_with_witness(exact, exact, fake, exact, (k, v), witness, values, torch.zeros(1, dtype=torch.int64), bands)
+    write_with_witness(
+        exact, exact, fake, exact, (k, v), witness, values, torch.zeros(1, dtype=torch.int64), bands
+    )
     assert witness.flatten().tolist() == [0, 1, 255, 255]
     assert values.flatten().tolist() == [0]
 
@@ -164,12 +184,23 @@ def test_unknown_slot_makes_the_meter_one_and_rows_may_come_in_any_order() -> No
     q = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(2))
     counters = torch.zeros(2, dtype=torch.int64)
     rows: dict[str, Any] = dict(
-        row_request=torch.zeros(3, dtype=torch.int32), row_position=torch.tensor([69, 49, 50], dtype=torch.int32)
+        row_request=torch.zeros(3, dtype=torch.int32),
+        row_position=torch.tensor([69, 49, 50], dtype=torch.int32),
     )
     got = certify(
-        q, (pool.k, pool.v), pool.witness, pool.table, bands, max_kv_len=70, counters=counters, layer=1, **rows
+        q,
+        (pool.k, pool.v),
+        pool.witness,
+        pool.table,
+        bands,
+        max_kv_len=70,
+        counters=counters,
+        layer=1,
+        **rows,
     )
-    want = certify(q, (pool.k, pool.v), pool.witness, pool.table, bands, max_kv_len=70, backend="reference", **rows)
+    want = certify(
+        q, (pool.k, pool.v), pool.witness, pool.table, bands, max_kv_len=70, backend="reference", **rows
+    )
     assert got.meter()[0][0].tolist() == [1.0, 1.0] == got.meter()[0][2].tolist()
     assert bool((got.meter()[0][1] < 1.0).all())
     assert_outward(got.acc[1:2], want.acc[1:2])

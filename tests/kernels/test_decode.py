@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from .compare import assert_outward
-from .int8_case import KEY, LAYER, make_case, queries
-from .pairwise import full, name, pairwise
 from witcert_core.bounds import meter
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.kernels.decode import Workspace, decode_int8
 from witcert_core.layout import AccField
+
+from .compare import assert_outward
+from .int8_case import KEY, LAYER, make_case, queries
+from .pairwise import full, name, pairwise
 
 FACTORS: dict[str, list[Any]] = {
     "S": [1, 63, 64, 65, 1000],
@@ -47,10 +48,17 @@ def check(case: dict[str, Any]) -> None:
     q_len = extra.get("q_len", 1)
     q = queries(data, q_len, case["dtype"])
     arguments: dict[str, Any] = dict(
-        layer=LAYER, head_ids=data.head_ids, key=KEY, max_kv_len=max(data.lengths), k_scale=0.5, v_scale=1.75,
-        kv_layout="HND" if case["layout"] == "HND" else "NHD", witness=data.witness if case["witness"] else None,
-        delta_loc=torch.full((q.shape[0],), case["delta"]), **extra,
-    )  # fmt: skip
+        layer=LAYER,
+        head_ids=data.head_ids,
+        key=KEY,
+        max_kv_len=max(data.lengths),
+        k_scale=0.5,
+        v_scale=1.75,
+        kv_layout="HND" if case["layout"] == "HND" else "NHD",
+        witness=data.witness if case["witness"] else None,
+        delta_loc=torch.full((q.shape[0],), case["delta"]),
+        **extra,
+    )
     tensors = (q, data.cache(case["layout"]), data.k_scales, data.v_scales, data.table, data.row_ids)
     out, lse, acc = decode_int8(*tensors, **arguments)
     want_out, want_lse, want_acc = decode_int8(*tensors, backend="reference", **arguments)
@@ -90,7 +98,9 @@ def test_alone_equals_in_a_batch_bitwise_and_metered_equals_unmetered() -> None:
     assert torch.equal(together[0], plain[0])
     assert torch.equal(together[1], plain[1])
     for r, length in enumerate(data.lengths):
-        alone = decode_int8(q[r : r + 1], *pool, data.only(r), data.row_ids, max_kv_len=max(length, 1), **common)
+        alone = decode_int8(
+            q[r : r + 1], *pool, data.only(r), data.row_ids, max_kv_len=max(length, 1), **common
+        )
         for batch, single in zip(together, alone, strict=True):
             assert torch.equal(batch[r], single[0])
     assert bool(together[0][3].eq(0).all())
@@ -98,7 +108,9 @@ def test_alone_equals_in_a_batch_bitwise_and_metered_equals_unmetered() -> None:
     assert bool(together[2][3].isinf().all())
 
 
-@pytest.mark.parametrize("spoil", ["k_scale_nan", "k_scale_inf", "row_never", "q_nan", "q_inf", "v_scale_nan"])
+@pytest.mark.parametrize(
+    "spoil", ["k_scale_nan", "k_scale_inf", "row_never", "q_nan", "q_inf", "v_scale_nan"]
+)
 def test_the_unknown_is_reported_as_unknown(spoil: str) -> None:
     data = make_case((70,), 16, 64, 1)
     q = queries(data, 1, torch.float32)
@@ -111,9 +123,18 @@ def test_the_unknown_is_reported_as_unknown(spoil: str) -> None:
         side = data.k_scales if spoil.startswith("k") else data.v_scales
         side[slot // 16, slot % 16, 0, 1] = float(spoil.split("_")[-1])
     acc = decode_int8(
-        q, data.cache("NHD"), data.k_scales, data.v_scales, data.table, data.row_ids, layer=LAYER,
-        head_ids=data.head_ids, key=KEY, max_kv_len=70, witness=data.witness,
-    )[2]  # fmt: skip
+        q,
+        data.cache("NHD"),
+        data.k_scales,
+        data.v_scales,
+        data.table,
+        data.row_ids,
+        layer=LAYER,
+        head_ids=data.head_ids,
+        key=KEY,
+        max_kv_len=70,
+        witness=data.witness,
+    )[2]
     assert not bool(acc.isnan().any())
     if spoil == "v_scale_nan":
         assert float(meter(acc)[0]) < 1.0
@@ -131,9 +152,20 @@ def test_counter_and_flag_tell_measured_from_replayed() -> None:
 
     def step() -> torch.Tensor:
         return decode_int8(
-            q, data.cache("NHD"), data.k_scales, data.v_scales, data.table, data.row_ids, layer=LAYER,
-            head_ids=data.head_ids, key=KEY, max_kv_len=20, counters=counters, flag=flag, acc=acc,
-        )[0]  # fmt: skip
+            q,
+            data.cache("NHD"),
+            data.k_scales,
+            data.v_scales,
+            data.table,
+            data.row_ids,
+            layer=LAYER,
+            head_ids=data.head_ids,
+            key=KEY,
+            max_kv_len=20,
+            counters=counters,
+            flag=flag,
+            acc=acc,
+        )[0]
 
     without = step()
     assert counters.sum() == 0
@@ -151,12 +183,12 @@ def test_refusals_name_what_is_wrong() -> None:
     common: dict[str, Any] = dict(layer=LAYER, head_ids=data.head_ids, key=KEY)
     with pytest.raises(InputError, match=r"max_kv_len is 600000"):
         decode_int8(q, *pool, max_kv_len=600000, **common)
+    small = Workspace.allocate(1, 2, 64, 100, q.device)
     with pytest.raises(InputError, match="workspace"):
-        small = Workspace.allocate(1, 2, 64, 100, q.device)
         decode_int8(q, *pool, max_kv_len=600, workspace=small, **common)
     with pytest.raises(InputError, match="kv_layout is 'NDH'"):
         decode_int8(q, *pool, max_kv_len=20, kv_layout="NDH", **common)
-    with pytest.raises(InputError, match="codes are torch.int8"):
+    with pytest.raises(InputError, match=r"codes are torch\.int8"):
         decode_int8(q, tuple(x.float() for x in data.cache("NHD")), *pool[1:], max_kv_len=20, **common)
     with pytest.raises(UnsupportedError, match="bfloat16"):
         decode_int8(q.to(torch.bfloat16), *pool, max_kv_len=20, **common)

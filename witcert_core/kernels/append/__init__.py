@@ -1,4 +1,5 @@
-"""Write keys and values into the packed INT8 cache: quantize, dither K, store codes, scales and group witness at once.
+"""Write keys and values into the packed INT8 cache: quantize, dither K, store codes, scales and group witness
+at once.
 
 Shapes: T tokens, Hkv KV heads, D and Dv channels, Gr = ceil(D / 32), P pages of ``page_size`` slots.
 """
@@ -18,7 +19,8 @@ from witcert_core.kernels.common.pages import PagedCache, PageTable, check_int8_
 
 
 def slots_of(batch_indices: Tensor, positions: Tensor, table: PageTable, page_size: int) -> Tensor:
-    """int64 ``[T]`` slot of token ``positions[t]`` of request ``batch_indices[t]`` (FlashInfer's append form)."""
+    """int64 ``[T]`` slot of token ``positions[t]`` of request ``batch_indices[t]`` (FlashInfer's append
+    form)."""
     request, position = batch_indices.to(torch.int64), positions.to(torch.int64)
     entry = table.indptr.to(torch.int64)[request] + position // page_size
     return table.indices.to(torch.int64)[entry] * page_size + position % page_size
@@ -45,14 +47,15 @@ def append_int8(
 ) -> None:
     """Quantize and store ``T`` tokens of one layer.
 
-    Each group of 32 channels gets the smallest fp16 scale ``s`` with ``127 s >= max |x|`` (never clipped; +inf
-    where the group holds NaN or infinity, which reads back as an infinite radius). K is dithered with the row of
-    its slot, V rounded to nearest.
+    Each group of 32 channels gets the smallest fp16 scale ``s`` with ``127 s >= max |x|`` (never clipped;
+    +inf where the group holds NaN or infinity, which reads back as an infinite radius). K is dithered with
+    the row of its slot, V rounded to nearest.
 
     Args:
         key, value: ``[T, Hkv, D]`` and ``[T, Hkv, Dv]``, post-RoPE, fp32, fp16 or bf16.
-        paged_kv_cache, k_scales, v_scales, witness: the cache as :func:`~witcert_core.kernels.decode.decode_int8`
-            reads it; ``witness`` uint8 ``[P, page_size, Hkv, Gr]`` takes the residual norms, rounded up.
+        paged_kv_cache, k_scales, v_scales, witness: the cache as
+            :func:`~witcert_core.kernels.decode.decode_int8` reads it; ``witness`` uint8 ``[P, page_size, Hkv,
+            Gr]`` takes the residual norms, rounded up.
         row_ids: uint32 ``[slots]``, already holding this pass's row at the slots written.
         layer, head_ids, dither_key: as in decoding.
         slot_mapping: int64 ``[T]``; a negative slot is padding and skipped. Or the other form:
@@ -64,7 +67,11 @@ def append_int8(
     k_cache, v_cache = split_cache(paged_kv_cache, kv_layout)
     check_int8_cache(k_cache, v_cache, k_scales, v_scales)
     page_size, heads, head_dim = k_cache.shape[1:]
-    if key.dim() != 3 or key.shape[1:] != (heads, head_dim) or value.shape != (*key.shape[:2], v_cache.shape[3]):
+    if (
+        key.dim() != 3
+        or key.shape[1:] != (heads, head_dim)
+        or value.shape != (*key.shape[:2], v_cache.shape[3])
+    ):
         raise InputError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, {heads}, {head_dim}] and "
             f"[T, {heads}, {v_cache.shape[3]}]"
@@ -84,14 +91,34 @@ def append_int8(
     assert_slots = slot_mapping if slot_mapping is not None else ids
     if resolve(backend, key.device) == "reference":
         append_reference(
-            key, value, k_cache, v_cache, k_scales, v_scales, witness, ids, assert_slots, layer, head_ids.tolist(),
+            key,
+            value,
+            k_cache,
+            v_cache,
+            k_scales,
+            v_scales,
+            witness,
+            ids,
+            assert_slots,
+            layer,
+            head_ids.tolist(),
             dither_key,
-        )  # fmt: skip
+        )
         return
     append_int8_op(
-        key, value, k_cache, v_cache, k_scales, v_scales, witness, ids, assert_slots, head_ids, layer,
+        key,
+        value,
+        k_cache,
+        v_cache,
+        k_scales,
+        v_scales,
+        witness,
+        ids,
+        assert_slots,
+        head_ids,
+        layer,
         dispatch.seed_of(dither_key),
-    )  # fmt: skip
+    )
 
 
 __all__ = ["append_int8", "slots_of"]

@@ -31,13 +31,33 @@ def append_int8_op(
     if tokens == 0:
         return
     append_kernel[(-(-tokens // TOKENS), heads, 2)](
-        key, value, k, v, k_scales, v_scales, k_scales if witness is None else witness, row_ids, head_ids,
-        slot_mapping, tokens,
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        *k.stride()[:3], *v.stride()[:3],
-        layer, seed, HKV=heads, D=head_dim, DV=value.shape[2], PAGE=k.shape[1], N=TOKENS,
-        WITNESS=witness is not None, num_warps=NUM_WARPS,
-    )  # fmt: skip
+        key,
+        value,
+        k,
+        v,
+        k_scales,
+        v_scales,
+        k_scales if witness is None else witness,
+        row_ids,
+        head_ids,
+        slot_mapping,
+        tokens,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        *k.stride()[:3],
+        *v.stride()[:3],
+        layer,
+        seed,
+        HKV=heads,
+        D=head_dim,
+        DV=value.shape[2],
+        PAGE=k.shape[1],
+        N=TOKENS,
+        WITNESS=witness is not None,
+        num_warps=NUM_WARPS,
+    )
 
 
 @append_int8_op.register_fake

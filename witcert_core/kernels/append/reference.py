@@ -37,7 +37,8 @@ def append_reference(
     k_scales[page, offset] = scales
     if witness is not None:
         stored = dequantize_int8(codes, scales, u)
-        # A group without a finite scale has no residual to speak of: its radius is infinite whatever the code.
+        # A group without a finite scale has no residual to speak of: its radius is infinite whatever the
+        # code.
         finite = scales.isfinite().repeat_interleave(32, dim=-1)[..., : key.shape[-1]]
         known = torch.where(finite, exact, stored)
         found = group_witness_codes(known, stored, scales)

@@ -2,6 +2,7 @@
 
 # Triton functions are compiled from their source, so their parameters carry no Python types.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
+# mypy: disable-error-code="assignment,index"
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def half_above(wanted, amax):
 
 @triton.jit
 def quantize_group(x, u):
-    """Codes fp32 ``[N, 32]`` and scale fp32 ``[N]`` of one group; codes 0 where the scale is 0 or infinite."""
+    """Codes fp32 ``[N, 32]`` and scale fp32 ``[N]`` of one group; codes 0 where the scale is 0 or
+    infinite."""
     spoilt = tl.max(tl.where((x != x) | (tl.abs(x) == float("inf")), 1, 0), 1) > 0
     amax = tl.max(tl.where(x == x, tl.abs(x), 0.0), 1)
     amax = tl.where(spoilt, float("inf"), amax)
@@ -87,7 +89,12 @@ def append_side(
     token64 = token.to(tl.int64)
     line = slot * HKV + head
     source = x_ptr + token64[:, None] * stride_x_tok + head * stride_x_head
-    target = cache_ptr + page[:, None] * stride_page + offset[:, None] * stride_tok + head.to(tl.int64) * stride_head
+    target = (
+        cache_ptr
+        + page[:, None] * stride_page
+        + offset[:, None] * stride_tok
+        + head.to(tl.int64) * stride_head
+    )
     for g in tl.static_range(NG):
         channel = g * 32 + tl.arange(0, 32)
         keep = live[:, None] & (channel < D)[None, :]
@@ -151,13 +158,53 @@ def append_kernel(
     head = tl.program_id(1)
     if tl.program_id(2) == 0:
         append_side(
-            key_ptr, k_ptr, ks_ptr, kw_ptr, row_id_ptr, head_id_ptr, slot_ptr, tokens, stride_key_tok,
-            stride_key_head, stride_k_page, stride_k_tok, stride_k_head, layer, seed, HKV, D, PAGE, N, True, WITNESS,
-            first, head,
-        )  # fmt: skip
+            key_ptr,
+            k_ptr,
+            ks_ptr,
+            kw_ptr,
+            row_id_ptr,
+            head_id_ptr,
+            slot_ptr,
+            tokens,
+            stride_key_tok,
+            stride_key_head,
+            stride_k_page,
+            stride_k_tok,
+            stride_k_head,
+            layer,
+            seed,
+            HKV,
+            D,
+            PAGE,
+            N,
+            True,
+            WITNESS,
+            first,
+            head,
+        )
     else:
         append_side(
-            value_ptr, v_ptr, vs_ptr, kw_ptr, row_id_ptr, head_id_ptr, slot_ptr, tokens, stride_value_tok,
-            stride_value_head, stride_v_page, stride_v_tok, stride_v_head, layer, seed, HKV, DV, PAGE, N, False,
-            False, first, head,
-        )  # fmt: skip
+            value_ptr,
+            v_ptr,
+            vs_ptr,
+            kw_ptr,
+            row_id_ptr,
+            head_id_ptr,
+            slot_ptr,
+            tokens,
+            stride_value_tok,
+            stride_value_head,
+            stride_v_page,
+            stride_v_tok,
+            stride_v_head,
+            layer,
+            seed,
+            HKV,
+            DV,
+            PAGE,
+            N,
+            False,
+            False,
+            first,
+            head,
+        )

@@ -1,4 +1,5 @@
-"""The meter over any engine's pool: keys as its kernel reads them, the witness beside them, through its page table.
+"""The meter over any engine's pool: keys as its kernel reads them, the witness beside them, through its page
+table.
 
 Shapes: R query rows, Hq = G * Hkv query heads, D channels, B bands, P pages.
 """
@@ -80,10 +81,12 @@ def certify(
         q: ``[R, Hq, D]``; of the pool's dtype, or fp32, or any 16-bit dtype over an fp8 pool.
         paged_kv_cache: fp32, fp16, bf16 or fp8 pool, NHD or HND, a pair of 4-D or one 5-D tensor.
         witness: uint8 ``[P, page_size, Hkv, B]``; 255 is unknown and makes the meter 1.
-        value_witness: uint8 ``[P, page_size, Hkv, 1]``; without it the output fields are infinite and V is not read.
-        row_request, row_position: int32 ``[R]``, for rows in any order (extend): row ``r`` sees the tokens of its
-            request up to its position. Without them row ``b q_len + i`` is query ``i`` of request ``b``.
-        k_scale, v_scale: what stored K and V are multiplied with; witnesses are in units of the stored numbers.
+        value_witness: uint8 ``[P, page_size, Hkv, 1]``; without it the output fields are infinite and V is
+            not read.
+        row_request, row_position: int32 ``[R]``, for rows in any order (extend): row ``r`` sees the tokens of
+            its request up to its position. Without them row ``b q_len + i`` is query ``i`` of request ``b``.
+        k_scale, v_scale: what stored K and V are multiplied with; witnesses are in units of the stored
+            numbers.
         weights_16bit: the engine casts weights to 16 bit before the product with V.
         flag: int32 ``[1]`` on the device; 0 leaves everything untouched.
         counters: int64 ``[layers]``; entry ``layer`` grows by the number of cells measured.
@@ -108,7 +111,9 @@ def certify(
         raise InputError(f"the band map is for {bands.head_dim} channels; K has {head_dim}")
     exact_cast = q.dtype == k.dtype or q.dtype == torch.float32 or k.dtype in FP8
     if not exact_cast:
-        raise UnsupportedError(f"queries {q.dtype} over a pool of {k.dtype} would round keys; pass q as float32")
+        raise UnsupportedError(
+            f"queries {q.dtype} over a pool of {k.dtype} would round keys; pass q as float32"
+        )
     scale = dispatch.default_scale(sm_scale, head_dim, k_scale)
     sinks = dispatch.kernel_float(sinks, "sinks", heads)
     slopes = dispatch.kernel_float(alibi_slopes, "alibi_slopes", heads)
@@ -116,11 +121,22 @@ def certify(
     values = v if value_witness is not None else None
     if resolve(backend, q.device) == "reference":
         result = certify_reference(
-            q, k, values, witness, value_witness, table, bands,
-            _positions(table, page_size, q_len, row_request, row_position), sm_scale=scale, v_scale=v_scale,
-            window_left=window_left, logits_soft_cap=logits_soft_cap, engine_constant=constant, sinks=sinks,
+            q,
+            k,
+            values,
+            witness,
+            value_witness,
+            table,
+            bands,
+            _positions(table, page_size, q_len, row_request, row_position),
+            sm_scale=scale,
+            v_scale=v_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            engine_constant=constant,
+            sinks=sinks,
             alibi_slopes=slopes,
-        )  # fmt: skip
+        )
         return Certificate(*(x.to(torch.float32) for x in result))
     check_compute_dtype(q.dtype)
     splits = dispatch.splits_for(max_kv_len)
@@ -138,11 +154,34 @@ def certify(
         counter = counters[layer : layer + 1]
     limit = None if row_position is None else row_position + 1
     certify_op(
-        q, k, values, witness, value_witness, bands.channel_band.to(device=q.device, dtype=torch.int32),
-        table.indptr, table.indices, table.last_page_len, row_request, row_position, limit, sinks, slopes, flag,
-        acc, omega, lse, part_m, counter, bands.num_bands, scale, v_scale, logits_soft_cap, constant, window_left,
+        q,
+        k,
+        values,
+        witness,
+        value_witness,
+        bands.channel_band.to(device=q.device, dtype=torch.int32),
+        table.indptr,
+        table.indices,
+        table.last_page_len,
+        row_request,
+        row_position,
+        limit,
+        sinks,
+        slopes,
+        flag,
+        acc,
+        omega,
+        lse,
+        part_m,
+        counter,
+        bands.num_bands,
+        scale,
+        v_scale,
+        logits_soft_cap,
+        constant,
+        window_left,
         q_len,
-    )  # fmt: skip
+    )
     return Certificate(acc, omega, lse)
 
 

@@ -1,7 +1,8 @@
 """Which implementation runs, and a plain error where none can.
 
-``triton`` needs a GPU, or a CPU with ``TRITON_INTERPRET=1`` (tests). ``reference`` is torch in float64 and runs
-anywhere. ``auto`` takes Triton where it can run and refuses otherwise: a slow path is only taken when asked for.
+``triton`` needs a GPU, or a CPU with ``TRITON_INTERPRET=1`` (tests). ``reference`` is torch in float64 and
+runs anywhere. ``auto`` takes Triton where it can run and refuses otherwise: a slow path is only taken when
+asked for.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def resolve(backend: str, device: torch.device) -> str:
 
 def check_compute_dtype(dtype: torch.dtype) -> None:
     """Refuse dtypes the kernels cannot compute with; bf16 dots are wrong under Triton's interpreter."""
-    allowed = (torch.float32, torch.float16) if interpreting() else (torch.float32, torch.float16, torch.bfloat16)
+    allowed = (
+        (torch.float32, torch.float16) if interpreting() else (torch.float32, torch.float16, torch.bfloat16)
+    )
     if dtype not in allowed:
         names = ", ".join(str(d) for d in allowed)
         raise UnsupportedError(f"queries have dtype {dtype}; allowed here are {names}")

@@ -1,12 +1,14 @@
 """Device functions of the meter: dither rows, growth of a weight, and the running state of a split.
 
-A split's state is kept per *lane* (a token's row of the tile): each lane remembers its heaviest token apart and the sums
-over its others, so that the loop over tiles holds no cross-lane reduction but the maximum of the logits. Weights are
-relative to ``2^ref`` with an **integer** ``ref``: rescaling when the maximum moves is exact.
+A split's state is kept per *lane* (a token's row of the tile): each lane remembers its heaviest token apart
+and the sums over its others, so that the loop over tiles holds no cross-lane reduction but the maximum of the
+logits. Weights are relative to ``2^ref`` with an **integer** ``ref``: rescaling when the maximum moves is
+exact.
 """
 
 # Triton functions are compiled from their source, so their parameters carry no Python types.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
+# mypy: disable-error-code="assignment,index"
 
 from __future__ import annotations
 
@@ -83,8 +85,9 @@ def next_reference(z2, ref):
 
 @triton.jit
 def meter_start(N: tl.constexpr, M: tl.constexpr):
-    """Empty lanes ``[N, M]``: heaviest weight and radius, rest weight, eta, Q, largest radius; and V2, rho, rho^2,
-    largest and smallest rho, largest ``||v||^2``. Two tuples, so that one can rest while the other is worked on."""
+    """Empty lanes ``[N, M]``: heaviest weight and radius, rest weight, eta, Q, largest radius; and V2, rho,
+    rho^2, largest and smallest rho, largest ``||v||^2``. Two tuples, so that one can rest while the other is
+    worked on."""
     zero = tl.zeros((N, M), tl.float32)
     return (zero, zero, zero, zero, zero, zero), (zero, zero, zero, zero, zero + float("inf"), zero)
 

@@ -26,7 +26,9 @@ def row_bits(row_ids: Tensor, num_slots: int) -> Tensor:
             f"row_ids is {row_ids.dtype} {tuple(row_ids.shape)}; it must be contiguous uint32 or int32, 1-D"
         )
     if row_ids.numel() < num_slots:
-        raise InputError(f"row_ids has {row_ids.numel()} entries for {num_slots} slots; one per slot is needed")
+        raise InputError(
+            f"row_ids has {row_ids.numel()} entries for {num_slots} slots; one per slot is needed"
+        )
     return row_ids.view(torch.int32)
 
 
@@ -34,8 +36,8 @@ def splits_for(max_kv_len: int) -> int:
     """Splits of the longest request."""
     if not 0 <= max_kv_len <= slack.MAX_KV_LEN:
         raise InputError(
-            f"max_kv_len is {max_kv_len}; allowed are 0..{slack.MAX_KV_LEN}, beyond which the fp32 sums of the "
-            "meter would need a wider margin"
+            f"max_kv_len is {max_kv_len}; allowed are 0..{slack.MAX_KV_LEN}, beyond which the fp32 sums "
+            "of the meter would need a wider margin"
         )
     return max(1, -(-max_kv_len // slack.SPLIT_TOKENS))
 

@@ -5,6 +5,7 @@ Shapes: P pages of ``page_size`` tokens, Hkv KV heads, D channels, Gr = ceil(D /
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -28,19 +29,24 @@ def split_cache(cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor]:
         raise InputError(f"kv_layout is {kv_layout!r}; allowed are {', '.join(LAYOUTS)}")
     if isinstance(cache, Tensor):
         if cache.dim() != 5 or cache.shape[1] != 2:
-            raise InputError(f"a cache in one tensor is [P, 2, ...] in 5 dimensions, not {tuple(cache.shape)}")
+            raise InputError(
+                f"a cache in one tensor is [P, 2, ...] in 5 dimensions, not {tuple(cache.shape)}"
+            )
         k, v = cache.unbind(dim=1)
     else:
         k, v = cache
     if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
-        raise InputError(f"K {tuple(k.shape)} and V {tuple(v.shape)} must be 4-D and agree but for the channels")
+        raise InputError(
+            f"K {tuple(k.shape)} and V {tuple(v.shape)} must be 4-D and agree but for the channels"
+        )
     if k.stride(-1) != 1 or v.stride(-1) != 1:
         raise InputError("the channels of a token must lie side by side in memory (last stride 1)")
     return (k, v) if kv_layout == "NHD" else (k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3))
 
 
 def check_side(name: str, side: Tensor, pages: Tensor, last: int, dtype: torch.dtype) -> None:
-    """A side tensor must be contiguous ``[P, page_size, Hkv, last]`` of ``dtype``, whatever the cache's layout."""
+    """A side tensor must be contiguous ``[P, page_size, Hkv, last]`` of ``dtype``, whatever the cache's
+    layout."""
     want = (*pages.shape[:3], last)
     if tuple(side.shape) != want or side.dtype != dtype or not side.is_contiguous():
         raise InputError(
@@ -64,7 +70,9 @@ class PageTable:
             ("kv_last_page_len", self.last_page_len),
         ):
             if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
-                raise InputError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be contiguous int32, 1-D")
+                raise InputError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be contiguous int32, 1-D"
+                )
         if self.indptr.numel() != self.last_page_len.numel() + 1:
             raise InputError(
                 f"kv_indptr has {self.indptr.numel()} entries for {self.last_page_len.numel()} requests; "
@@ -78,7 +86,7 @@ class PageTable:
     def lengths(self, page_size: int) -> list[int]:
         """Tokens of each request; on the host (synchronises)."""
         starts, last = self.indptr.tolist(), self.last_page_len.tolist()
-        pages = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        pages = [end - start for start, end in itertools.pairwise(starts)]
         return [(n - 1) * page_size + tail if n else 0 for n, tail in zip(pages, last, strict=True)]
 
     def slots(self, request: int, length: int, page_size: int) -> Tensor:

@@ -16,10 +16,11 @@ MAX_KV_LEN = 2**19
 RADIUS_UP = 1.0 + 2.0**-16
 """Covers fp32 sums over up to 32 groups or bands, a square root and a logarithm in a radius."""
 SUM_UP = 1.0 + 2.0**-12
-"""Outward factor of a sum; its own error stays below 2^-12 (at most 2^11 sequential terms, exponential 2^-17)."""
+"""Outward factor of a sum; its own error stays below 2^-12 (at most 2^11 sequential terms, exponential
+2^-17)."""
 SOFTMAX = 2.0**-20 + 2.0**-40
-"""Exponential, fp32 sum and division, and products that underflow in a radius. It also keeps every radius, the
-sink's included, so far above 0 that no sum of the meter underflows."""
+"""Exponential, fp32 sum and division, and products that underflow in a radius. It also keeps every radius,
+the sink's included, so far above 0 that no sum of the meter underflows."""
 SOFTCAP = 2.0**-21
 """Error of ``cap * tanh(z / cap)``, as a share of the cap."""
 BIAS = 2.0**-22
@@ -29,9 +30,11 @@ FAR = 2.0**-22
 CAST = 2.0**-8
 """Weights cast to bfloat16 for the product with V."""
 MAX_CODE = 127.5
-"""``|code| + |u|`` at most: what the INT8 dot product's rounding is proportional to, in units of the scale."""
+"""``|code| + |u|`` at most: what the INT8 dot product's rounding is proportional to, in units of the
+scale."""
 LOST_WEIGHT = 2.0**-120
-"""More than any weight that fp32 flushes to zero; the sums over the rest are raised by this for every token."""
+"""More than any weight that fp32 flushes to zero; the sums over the rest are raised by this for every
+token."""
 
 META_FIELDS = 16
 """Floats of meter state per (row, head, split) in the workspace."""
@@ -40,11 +43,13 @@ META_FIELDS = 16
 def dot_error(channels: int) -> float:
     """Relative error of an fp32 dot product over ``channels`` products, whatever the order or the unit.
 
-    ``(channels + 2) 2^-23``: tensor cores truncate, so a unit is taken per addition where IEEE has half of one.
+    ``(channels + 2) 2^-23``: tensor cores truncate, so a unit is taken per addition where IEEE has half of
+    one.
     """
     return (channels + 2) * 2.0**-23
 
 
 def int8_dot_error(num_groups: int) -> float:
-    """The same for ``sum_g s_g (<q_g, code_g> - kappa_g)``: groups of 32, then one term per group and 8 more."""
+    """The same for ``sum_g s_g (<q_g, code_g> - kappa_g)``: groups of 32, then one term per group and 8
+    more."""
     return (32 + num_groups + 8) * 2.0**-23

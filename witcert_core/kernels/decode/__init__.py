@@ -82,8 +82,8 @@ def decode_int8(
     """Attend, and measure.
 
     Args:
-        q: ``[R, Hq, D]`` fp32, fp16 or bf16; row ``b q_len + i`` is query ``i`` of request ``b``, whose ``q_len``
-            newest tokens are the queries' own (causal among them).
+        q: ``[R, Hq, D]`` fp32, fp16 or bf16; row ``b q_len + i`` is query ``i`` of request ``b``, whose
+            ``q_len`` newest tokens are the queries' own (causal among them).
         paged_kv_cache: int8 codes, a pair of 4-D or one 5-D tensor, NHD or HND.
         k_scales, v_scales: fp16 ``[P, page_size, Hkv, Gr]``.
         table: the pages of each request.
@@ -104,8 +104,8 @@ def decode_int8(
         out, lse, acc, workspace: preallocated results and scratch.
 
     Returns:
-        ``out [R, Hq, Dv]`` in q's dtype; ``lse [R, Hq]`` fp32, **base 2**, sink included; ``acc [R, Hq, 16]`` fp32
-        in the order of ``AccField``, untouched where nothing was measured.
+        ``out [R, Hq, Dv]`` in q's dtype; ``lse [R, Hq]`` fp32, **base 2**, sink included; ``acc [R, Hq, 16]``
+        fp32 in the order of ``AccField``, untouched where nothing was measured.
     """
     k, v = split_cache(paged_kv_cache, kv_layout)
     check_int8_cache(k, v, k_scales, v_scales)
@@ -124,19 +124,35 @@ def decode_int8(
     slopes = dispatch.kernel_float(alibi_slopes, "alibi_slopes", heads)
     if resolve(backend, q.device) == "reference":
         result = decode_reference(
-            q, k, v, k_scales, v_scales, table, ids, layer=layer, head_ids=head_ids.tolist(), key=key,
-            sm_scale=scale, v_scale=v_scale, delta_loc=delta_loc, witness=witness, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sinks=sinks, alibi_slopes=slopes, q_len=q_len,
+            q,
+            k,
+            v,
+            k_scales,
+            v_scales,
+            table,
+            ids,
+            layer=layer,
+            head_ids=head_ids.tolist(),
+            key=key,
+            sm_scale=scale,
+            v_scale=v_scale,
+            delta_loc=delta_loc,
+            witness=witness,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
+            alibi_slopes=slopes,
+            q_len=q_len,
             cast=weights_are_cast(q.dtype),
-        )  # fmt: skip
+        )
         return result[0].to(q.dtype), result[1].to(torch.float32), result[2].to(torch.float32)
 
     check_compute_dtype(q.dtype)
     space = workspace or Workspace.allocate(rows, heads, v_dim, max_kv_len, q.device)
     if space.capacity < max_kv_len or space.part_o.shape[:2] != (rows, heads):
         raise InputError(
-            f"the workspace is for {tuple(space.part_o.shape[:2])} rows and heads up to {space.capacity} tokens, "
-            f"not for {(rows, heads)} up to {max_kv_len}"
+            f"the workspace is for {tuple(space.part_o.shape[:2])} rows and heads up to {space.capacity} "
+            f"tokens, not for {(rows, heads)} up to {max_kv_len}"
         )
     out = torch.empty(rows, heads, v_dim, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device) if lse is None else lse
@@ -154,10 +170,37 @@ def decode_int8(
     runs = [(meter, 0)] if flag is None or not meter else [(True, 1), (False, 2)]
     for measured, run_if in runs:
         decode_int8_op(
-            q, k, v, k_scales, v_scales, witness, ids, head_ids, table.indptr, table.indices, table.last_page_len,
-            delta_loc, sinks, slopes, flag, out, lse, acc, space.part_o, space.part_m, counter,
-            layer, dispatch.seed_of(key), scale, v_scale, logits_soft_cap, window_left, q_len, measured, run_if,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            k_scales,
+            v_scales,
+            witness,
+            ids,
+            head_ids,
+            table.indptr,
+            table.indices,
+            table.last_page_len,
+            delta_loc,
+            sinks,
+            slopes,
+            flag,
+            out,
+            lse,
+            acc,
+            space.part_o,
+            space.part_m,
+            counter,
+            layer,
+            dispatch.seed_of(key),
+            scale,
+            v_scale,
+            logits_soft_cap,
+            window_left,
+            q_len,
+            measured,
+            run_if,
+        )
     return out, lse, acc
 
 

@@ -10,10 +10,16 @@ from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.backend import weights_are_cast
 
 NUM_WARPS = 8
-NUM_STAGES = 2
 TILE_ROWS = 8
 """Query rows of a tile, fixed for bitwise invariance: the least that tensor cores take."""
 MERGE_BLOCK = 16
+
+
+def tile_tokens(device: torch.device) -> tuple[int, int]:
+    """Tokens of a tile and pipeline stages, by what compiles without spills (``bench/static.md``)."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
+        return 32, 1
+    return slack.TILE_TOKENS, 2
 
 
 def weight_dtype(compute: torch.dtype) -> object:
@@ -61,7 +67,8 @@ def decode_int8_op(
     meter: bool,
     run_if: int,
 ) -> None:
-    """K and V as ``[P, page_size, Hkv, D]`` views; workspaces ``part_o [R, H, splits, Dv]``, ``part_m [.., 16]``."""
+    """K and V as ``[P, page_size, Hkv, D]`` views; workspaces ``part_o [R, H, splits, Dv]``, ``part_m [..,
+    16]``."""
     import triton
 
     from witcert_core.kernels.common.merge import merge_splits
@@ -72,36 +79,103 @@ def decode_int8_op(
     group, num_splits = heads // kv_heads, part_o.shape[2]
     requests = num_rows // q_len
     m_tiles = -(-q_len * group // TILE_ROWS)
+    tokens, stages = tile_tokens(q.device)
     window = window_left >= 0
     side = k_scales if witness is None else witness
     if num_rows == 0 or num_splits == 0:
         return
     k_words, v_words = k.view(torch.int32), v.view(torch.int32)
     decode_split[(requests * m_tiles, kv_heads, num_splits)](
-        q, k_words, v_words, k_scales, v_scales, side, row_ids, head_ids,
-        kv_indptr, kv_indices, kv_last_page_len,
-        kv_indptr, kv_indptr, kv_indptr,
-        delta_loc, q if alibi_slopes is None else alibi_slopes, kv_indptr if flag is None else flag,
-        part_o, part_m,
-        q.stride(0), q.stride(1),
+        q,
+        k_words,
+        v_words,
+        k_scales,
+        v_scales,
+        side,
+        row_ids,
+        head_ids,
+        kv_indptr,
+        kv_indices,
+        kv_last_page_len,
+        kv_indptr,
+        kv_indptr,
+        kv_indptr,
+        delta_loc,
+        q if alibi_slopes is None else alibi_slopes,
+        kv_indptr if flag is None else flag,
+        part_o,
+        part_m,
+        q.stride(0),
+        q.stride(1),
         *k_words.stride()[:3],
         *v_words.stride()[:3],
-        layer, seed, sm_scale, logits_soft_cap, window_left, q_len, num_splits, heads, kv_heads,
-        G=group, D=head_dim, DV=v_dim, PAGE=page_size, M=TILE_ROWS, N=slack.TILE_TOKENS, SPLIT=slack.SPLIT_TOKENS,
-        METER=meter, WITNESS=witness is not None, SOFT_CAP=logits_soft_cap > 0.0, WINDOW=window,
-        ALIBI=alibi_slopes is not None, ROWS=False, FLAG=run_if,
-        P_DTYPE=weight_dtype(q.dtype), DOT_ERROR=slack.int8_dot_error(num_groups(head_dim)),
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
-    )  # fmt: skip
+        layer,
+        seed,
+        sm_scale,
+        logits_soft_cap,
+        window_left,
+        q_len,
+        num_splits,
+        heads,
+        kv_heads,
+        G=group,
+        D=head_dim,
+        DV=v_dim,
+        PAGE=page_size,
+        M=TILE_ROWS,
+        N=tokens,
+        SPLIT=slack.SPLIT_TOKENS,
+        METER=meter,
+        WITNESS=witness is not None,
+        SOFT_CAP=logits_soft_cap > 0.0,
+        WINDOW=window,
+        ALIBI=alibi_slopes is not None,
+        ROWS=False,
+        FLAG=run_if,
+        P_DTYPE=weight_dtype(q.dtype),
+        DOT_ERROR=slack.int8_dot_error(num_groups(head_dim)),
+        num_warps=NUM_WARPS,
+        num_stages=stages,
+    )
     merge_splits[(num_rows, heads)](
-        part_o, part_m, out, lse, acc, lse, q if sinks is None else sinks,
-        kv_indptr, kv_last_page_len, kv_indptr, kv_indptr, kv_indptr, kv_indptr, kv_indptr,
-        kv_indptr if flag is None else flag, counter,
-        out.stride(0), out.stride(1), v_scale, window_left, q_len, num_splits, heads,
-        DV=v_dim, DV_PAD=triton.next_power_of_2(v_dim), PAGE=page_size, SPLIT=slack.SPLIT_TOKENS,
-        BLOCK=MERGE_BLOCK, METER=meter, SINK=sinks is not None, WINDOW=window, ROWS=False, FLAG=run_if,
-        STORE_OUT=True, OMEGA=False, TAIL=False, num_warps=4,
-    )  # fmt: skip
+        part_o,
+        part_m,
+        out,
+        lse,
+        acc,
+        lse,
+        q if sinks is None else sinks,
+        kv_indptr,
+        kv_last_page_len,
+        kv_indptr,
+        kv_indptr,
+        kv_indptr,
+        kv_indptr,
+        kv_indptr,
+        kv_indptr if flag is None else flag,
+        counter,
+        out.stride(0),
+        out.stride(1),
+        v_scale,
+        window_left,
+        q_len,
+        num_splits,
+        heads,
+        DV=v_dim,
+        DV_PAD=triton.next_power_of_2(v_dim),
+        PAGE=page_size,
+        SPLIT=slack.SPLIT_TOKENS,
+        BLOCK=MERGE_BLOCK,
+        METER=meter,
+        SINK=sinks is not None,
+        WINDOW=window,
+        ROWS=False,
+        FLAG=run_if,
+        STORE_OUT=True,
+        OMEGA=False,
+        TAIL=False,
+        num_warps=4,
+    )
 
 
 @decode_int8_op.register_fake

@@ -17,14 +17,16 @@ from witcert_core.radii import radius_dither, radius_group_witness
 
 
 def dequantize(codes: Tensor, scales: Tensor, u: Tensor | float = 0.0) -> Tensor:
-    """``s (code - u)`` (K dithered, V with ``u = 0``) in float64 ``[S, Hkv, D]``, unrounded; 0 where the scale is not finite."""
+    """``s (code - u)`` (K dithered, V with ``u = 0``) in float64 ``[S, Hkv, D]``, unrounded; 0 where the
+    scale is not finite."""
     s = scales.to(torch.float64)
     s = torch.where(s.isfinite() & (s >= 0), s, 0.0).repeat_interleave(32, dim=-1)[..., : codes.shape[-1]]
     return s * (codes.to(torch.float64) - torch.as_tensor(u, dtype=torch.float64))
 
 
 def value_radius(scales: Tensor, channels: int) -> Tensor:
-    """``(1 + 2^-13) sqrt(sum_g n_g s_g^2) / 2``, float64 ``[S, Hkv]``; infinite where a scale is not finite."""
+    """``(1 + 2^-13) sqrt(sum_g n_g s_g^2) / 2``, float64 ``[S, Hkv]``; infinite where a scale is not
+    finite."""
     s = scales.to(torch.float64)
     sizes = torch.full((s.shape[-1],), 32.0, dtype=torch.float64)
     sizes[-1] = channels - 32 * (s.shape[-1] - 1)
@@ -81,8 +83,8 @@ def decode_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[R, H, Dv]``, base-2 lse ``[R, H]`` and accumulators ``[R, H, 16]``, all float64.
 
-    ``R = B * q_len`` rows; row ``i`` of a request sees its tokens up to ``length - q_len + i``. Arguments as in
-    :func:`witcert_core.kernels.decode.decode_int8`, codes already split into ``[P, page_size, Hkv, D]``.
+    ``R = B * q_len`` rows; row ``i`` of a request sees its tokens up to ``length - q_len + i``. Arguments as
+    in :func:`witcert_core.kernels.decode.decode_int8`, codes already split into ``[P, page_size, Hkv, D]``.
     """
     num_rows, heads, head_dim = q.shape
     page_size, v_dim = k_codes.shape[1], v_codes.shape[-1]

@@ -1,14 +1,17 @@
 """Split-K decode attention over INT8 pages, with the meter's sums in the same pass.
 
-One program reads one split (512 tokens) of one request and KV head for a tile of 16 (query row, head) pairs. Codes
-are exact in 16 bit, so ``<q_g, code_g>`` goes through tensor cores group by group and only the scales are applied in
-fp32: ``z = sum_g s_g (<q_g, code_g> - <q_g, u_g>)``. Where all tokens of a tile share a dither row, ``<q_g, u_g>`` is
-computed once for the row; elsewhere the rows are drawn. V is rounded to nearest, without dither: its bound is
-deterministic and the same, and nothing is drawn for it.
+One program reads one split (512 tokens) of one request and KV head for a tile of 16 (query row, head) pairs.
+Codes are exact in 16 bit, so ``<q_g, code_g>`` goes through tensor cores group by group and only the scales
+are applied in fp32: ``z = sum_g s_g (<q_g, code_g> - <q_g, u_g>)``. Where all tokens of a tile share a dither
+row, ``<q_g, u_g>`` is computed once for the row; elsewhere the rows are drawn. V is rounded to nearest,
+without dither: its bound is deterministic and the same, and nothing is drawn for it.
 """
 
 # Triton functions are compiled from their source, so their parameters carry no Python types.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
+# mypy: disable-error-code="assignment,index"
+# Triton has no starred tuples, and a compile-time and a run-time test cannot share one condition.
+# ruff: noqa: RUF005, SIM102, SIM300, B007
 
 from __future__ import annotations
 
@@ -85,9 +88,20 @@ def load_query_group(q_base, row, row_stride, valid, g, D: tl.constexpr):
 
 @triton.jit
 def row_terms(
-    q_base, row, row_stride, valid, seed, row_id, layer, head, M: tl.constexpr, D: tl.constexpr, NG: tl.constexpr
+    q_base,
+    row,
+    row_stride,
+    valid,
+    seed,
+    row_id,
+    layer,
+    head,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    NG: tl.constexpr,
 ):
-    """Tuple of ``kappa_g = <q_g, u_g>`` ``[M]`` of one dither row. A loop, not unrolled: code is drawn once."""
+    """Tuple of ``kappa_g = <q_g, u_g>`` ``[M]`` of one dither row. A loop, not unrolled: code is drawn
+    once."""
     column = tl.arange(0, 8)[None, :]
     table = tl.zeros((M, 8), tl.float32)
     for g in tl.range(0, NG, num_stages=1):
@@ -183,13 +197,14 @@ def decode_split(
     P_DTYPE: tl.constexpr,
     DOT_ERROR: tl.constexpr,
 ):
-    """Grid ``(requests * m_tiles, Hkv, splits)``; ``k_ptr``, ``v_ptr`` and their strides count words of four codes.
+    """Grid ``(requests * m_tiles, Hkv, splits)``; ``k_ptr``, ``v_ptr`` and their strides count words of four
+    codes.
 
     Words are unpacked in registers, so that operands are rearranged as 16-bit numbers, not byte by byte.
-    With ``ROWS`` each tile is one query row with its own request (``request_ptr``), position (``position_ptr``) and
-    number of paged tokens before it that it may see (``limit_ptr``); otherwise request ``b`` owns rows
-    ``b q_len .. b q_len + q_len - 1`` at the end of its tokens. ``FLAG``: 0 always runs, 1 only when the flag is
-    set, 2 only when it is not.
+    With ``ROWS`` each tile is one query row with its own request (``request_ptr``), position
+    (``position_ptr``) and number of paged tokens before it that it may see (``limit_ptr``); otherwise request
+    ``b`` owns rows ``b q_len .. b q_len + q_len - 1`` at the end of its tokens. ``FLAG``: 0 always runs, 1
+    only when the flag is set, 2 only when it is not.
     """
     NG: tl.constexpr = (D + 31) // 32
     NV: tl.constexpr = (DV + 31) // 32
@@ -277,7 +292,9 @@ def decode_split(
         if shared:
             if leader != current:
                 current = leader
-                kappa = row_terms(q_base, row, stride_q_row, valid, seed, leader, layer, global_head, M, D, NG)
+                kappa = row_terms(
+                    q_base, row, stride_q_row, valid, seed, leader, layer, global_head, M, D, NG
+                )
 
         z = tl.zeros((N, M), tl.float32)
         undithered = tl.zeros((N, M), tl.float32)

@@ -1,4 +1,5 @@
-"""Write foreign quantizers' keys and values into a 16- or 32-bit pool, and the witness of what that write lost.
+"""Write foreign quantizers' keys and values into a 16- or 32-bit pool, and the witness of what that write
+lost.
 
 Shapes: T tokens, Hkv KV heads, D and Dv channels, B bands, P pages of ``page_size`` slots.
 """
@@ -47,8 +48,11 @@ def write_with_witness(
     k, v = split_cache(paged_kv_cache, kv_layout)
     shape_k, shape_v = (exact_k.shape[0], *k.shape[2:]), (exact_k.shape[0], v.shape[2], v.shape[3])
     for name, tensor, shape in (
-        ("exact_k", exact_k, shape_k), ("fake_k", fake_k, shape_k), ("exact_v", exact_v, shape_v), ("fake_v", fake_v, shape_v),
-    ):  # fmt: skip
+        ("exact_k", exact_k, shape_k),
+        ("fake_k", fake_k, shape_k),
+        ("exact_v", exact_v, shape_v),
+        ("fake_v", fake_v, shape_v),
+    ):
         if tuple(tensor.shape) != tuple(shape) or not tensor.is_contiguous():
             raise InputError(f"{name} is {tuple(tensor.shape)}; it must be contiguous {tuple(shape)}")
     check_side("witness", witness, k, bands.num_bands, torch.uint8)
@@ -57,7 +61,9 @@ def write_with_witness(
     if bands.head_dim != k.shape[3]:
         raise InputError(f"the band map is for {bands.head_dim} channels; K has {k.shape[3]}")
     if resolve(backend, exact_k.device) == "reference":
-        write_witness_reference(exact_k, exact_v, fake_k, fake_v, k, v, witness, value_witness, slot_mapping, bands)
+        write_witness_reference(
+            exact_k, exact_v, fake_k, fake_v, k, v, witness, value_witness, slot_mapping, bands
+        )
         return
     band = bands.channel_band.to(device=exact_k.device, dtype=torch.int32)
     write_witness_op(

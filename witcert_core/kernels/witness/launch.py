@@ -30,12 +30,29 @@ def write_witness_op(
     tokens, heads = exact_k.shape[:2]
     if tokens == 0:
         return
-    for exact, fake, pool, side, whole in ((exact_k, fake_k, k, witness, False), (exact_v, fake_v, v, value_witness, True)):
+    for exact, fake, pool, side, whole in (
+        (exact_k, fake_k, k, witness, False),
+        (exact_v, fake_v, v, value_witness, True),
+    ):
         dim = exact.shape[2]
         write_witness_kernel[(-(-tokens // TOKENS), heads)](
-            exact, fake, pool, side, slot_mapping, channel_band, tokens, *pool.stride()[:3], num_bands,
-            HKV=heads, D=dim, DP=triton.next_power_of_2(dim), PAGE=pool.shape[1], N=TOKENS, WHOLE=whole, num_warps=4,
-        )  # fmt: skip
+            exact,
+            fake,
+            pool,
+            side,
+            slot_mapping,
+            channel_band,
+            tokens,
+            *pool.stride()[:3],
+            num_bands,
+            HKV=heads,
+            D=dim,
+            DP=triton.next_power_of_2(dim),
+            PAGE=pool.shape[1],
+            N=TOKENS,
+            WHOLE=whole,
+            num_warps=4,
+        )
 
 
 @write_witness_op.register_fake

@@ -2,6 +2,7 @@
 
 # Triton functions are compiled from their source, so their parameters carry no Python types.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
+# mypy: disable-error-code="assignment,index"
 
 from __future__ import annotations
 

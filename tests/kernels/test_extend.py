@@ -1,0 +1,97 @@
+"""Extend over an INT8 prefix and exact new keys, with metered rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from witcert_core.errors import InputError
+from witcert_core.kernels.extend import extend_int8
+
+from .compare import assert_outward
+from .int8_case import KEY, LAYER, make_case
+from .pairwise import name, pairwise
+
+FACTORS: dict[str, list[Any]] = {
+    "prefix": [0, 1, 63, 65, 600],
+    "new": [1, 17, 70],
+    "page": [1, 16, 64],
+    "D": [64, 80, 128],
+    "G": [1, 3, 4, 8],
+    "dtype": [torch.float32, torch.float16],
+    "option": ["plain", "window", "softcap", "sinks"],
+    "witness": [False, True],
+}
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=name)
+def test_matches_float64(case: dict[str, Any]) -> None:
+    data = make_case((case["prefix"], 5), case["page"], case["D"], case["G"])
+    g = torch.Generator().manual_seed(4)
+    tokens = case["new"] + 2
+    q = torch.randn(tokens, case["G"], case["D"], generator=g).to(case["dtype"])
+    k_new, v_new = (torch.randn(tokens, 1, case["D"], generator=g).to(case["dtype"]) for _ in range(2))
+    extra: dict[str, Any] = {
+        "plain": {},
+        "window": {"window_left": 40},
+        "softcap": {"logits_soft_cap": 15.0},
+        "sinks": {"sinks": torch.randn(case["G"], generator=g)},
+    }[case["option"]]
+    rows = torch.tensor(sorted({0, case["new"] // 2, case["new"] - 1, tokens - 1}), dtype=torch.int32)
+    counters = torch.zeros(LAYER + 1, dtype=torch.int64)
+    tensors = (
+        q,
+        k_new,
+        v_new,
+        data.cache("NHD"),
+        data.k_scales,
+        data.v_scales,
+        torch.tensor([0, case["new"], tokens], dtype=torch.int32),
+        data.table,
+        data.row_ids,
+    )
+    arguments: dict[str, Any] = dict(
+        layer=LAYER,
+        head_ids=data.head_ids,
+        key=KEY,
+        max_q_len=case["new"] + 2,
+        max_kv_len=max(case["prefix"], 5),
+        meter_rows=rows,
+        delta_loc=torch.full((rows.numel(),), 1e-7),
+        k_scale=0.5,
+        v_scale=1.75,
+        witness=data.witness if case["witness"] else None,
+        **extra,
+    )
+    out, lse, acc = extend_int8(*tensors, counters=counters, **arguments)
+    want_out, want_lse, want_acc = extend_int8(*tensors, backend="reference", **arguments)
+    close = 2e-5 if case["dtype"] == torch.float32 else 4e-3
+    assert (out.double() - want_out.double()).abs().max() <= close * want_out.abs().max().clamp(min=1.0)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-4)
+    # Exact tokens have radii of a few 2^-20, to which the rounding of far logits adds visibly.
+    assert_outward(acc, want_acc, absolute=1e-5)
+    assert counters.tolist() == [0, 0, 0, rows.numel() * case["G"]]
+
+
+def test_chunk_of_another_dtype_is_refused() -> None:
+    data = make_case((20,), 16, 64, 1)
+    q = torch.zeros(2, 1, 64)
+    with pytest.raises(InputError, match="one dtype"):
+        extend_int8(
+            q,
+            q.half(),
+            q,
+            data.cache("NHD"),
+            data.k_scales,
+            data.v_scales,
+            torch.tensor([0, 2], dtype=torch.int32),
+            data.table,
+            data.row_ids,
+            layer=LAYER,
+            head_ids=data.head_ids,
+            key=KEY,
+            max_q_len=2,
+            max_kv_len=20,
+        )
