@@ -1,0 +1,182 @@
+"""The INT8 writer: code for code what the reference stores, and sound where they may differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from witcert_core.dither import DitherKey, decode_group_witness, num_groups, rows
+from witcert_core.errors import InputError
+from witcert_core.kernels.append import append_int8, slots_of
+from witcert_core.kernels.append.launch import append_int8_op
+from witcert_core.kernels.common.pages import PageTable
+
+from .pairwise import name, pairwise
+
+KEY = DitherKey(3, 4)
+FACTORS: dict[str, list[Any]] = {
+    "T": [1, 31, 33, 65],
+    "page": [1, 16, 64],
+    "D": [64, 80, 96, 128, 256],
+    "heads": [1, 3],
+    "dtype": [torch.float32, torch.float16],
+    "layout": ["NHD", "HND", "5D"],
+    "form": ["slots", "positions"],
+    "witness": [False, True],
+}
+
+
+class Pool:
+    """Poisoned pool and the tokens to write into it."""
+
+    def __init__(self, case: dict[str, Any]):
+        g = torch.Generator().manual_seed(6)
+        self.page, heads, dim = case["page"], case["heads"], case["D"]
+        pages = -(-case["T"] // self.page) + 2
+        shape = (pages, self.page, heads)
+        self.k = torch.full((*shape, dim), 99, dtype=torch.int8)
+        self.v = torch.full((*shape, dim), 99, dtype=torch.int8)
+        groups = num_groups(dim)
+        self.k_scales = torch.full((*shape, groups), float("nan"), dtype=torch.float16)
+        self.v_scales = self.k_scales.clone()
+        self.witness = torch.full((*shape, groups), 77, dtype=torch.uint8) if case["witness"] else None
+        self.row_ids = torch.randint(-(2**31), 2**31, (pages * self.page,), generator=g).to(torch.int32)
+        magnitude = torch.randn(case["T"], heads, 1, generator=g).mul(3).exp()
+        self.key = (torch.randn(case["T"], heads, dim, generator=g) * magnitude).to(case["dtype"])
+        self.value = torch.randn(case["T"], heads, dim, generator=g).to(case["dtype"])
+        order = torch.randperm(pages, generator=g).to(torch.int32)
+        last = (case["T"] - 1) % self.page + 1
+        self.table = PageTable(
+            torch.tensor([0, pages - 2], dtype=torch.int32),
+            order[: pages - 2].contiguous(),
+            torch.tensor([last], dtype=torch.int32),
+        )
+        self.slots = self.table.slots(0, case["T"], self.page)
+
+    def write(self, case: dict[str, Any], backend: str) -> None:
+        cache: Any = (self.k, self.v)
+        if case["layout"] == "HND":
+            cache = tuple(x.permute(0, 2, 1, 3).contiguous() for x in cache)
+        if case["layout"] == "5D":
+            cache = torch.stack(cache, dim=1)
+        where: dict[str, Any] = {"slot_mapping": self.slots}
+        if case["form"] == "positions":
+            index = torch.arange(case["T"], dtype=torch.int32)
+            where = {"batch_indices": index * 0, "positions": index, "table": self.table}
+        append_int8(
+            self.key,
+            self.value,
+            cache,
+            self.k_scales,
+            self.v_scales,
+            self.row_ids,
+            layer=2,
+            head_ids=torch.arange(case["heads"], dtype=torch.int32) + 9,
+            dither_key=KEY,
+            witness=self.witness,
+            kv_layout="HND" if case["layout"] == "HND" else "NHD",
+            backend=backend,
+            **where,
+        )
+        if case["layout"] == "HND":
+            self.k, self.v = (x.permute(0, 2, 1, 3) for x in cache)
+        if case["layout"] == "5D":
+            self.k, self.v = cache.unbind(dim=1)
+
+    def at(self, side: Tensor) -> Tensor:
+        return side[self.slots // self.page, self.slots % self.page]
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    return torch.equal(got.float().nan_to_num(nan=-7.0), want.float().nan_to_num(nan=-7.0))
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=name)
+def test_stores_what_the_reference_stores_and_nothing_else(case: dict[str, Any]) -> None:
+    kernel, plain = Pool(case), Pool(case)
+    kernel.write(case, "auto")
+    plain.write(case, "reference")
+    for side in ("k", "v", "k_scales", "v_scales"):
+        assert same(getattr(kernel, side), getattr(plain, side)), side
+    s = kernel.at(kernel.k_scales).double()
+    amax = (
+        torch.nn.functional.pad(kernel.key.double().abs(), (0, -case["D"] % 32))
+        .unflatten(-1, (-1, 32))
+        .amax(-1)
+    )
+    assert bool((s * 127 >= amax).all())
+    if kernel.witness is not None and plain.witness is not None:
+        step = kernel.witness.int() - plain.witness.int()
+        assert int(step.abs().max()) <= 1
+        ids = kernel.row_ids[kernel.slots].long() & 0xFFFFFFFF
+        u = rows(KEY, ids, 2, [9 + h for h in range(case["heads"])], case["D"]).double()
+        spread = s.repeat_interleave(32, dim=-1)[..., : case["D"]]
+        residual = spread * (kernel.at(kernel.k).double() - u) - kernel.key.double()
+        grouped = torch.nn.functional.pad(residual, (0, -case["D"] % 32)).unflatten(-1, (-1, 32)).norm(dim=-1)
+        known = decode_group_witness(kernel.at(kernel.witness), kernel.at(kernel.k_scales))
+        assert bool((known >= grouped).all())
+
+
+def test_spoilt_groups_read_back_as_infinite_and_padding_is_skipped() -> None:
+    case = {"T": 5, "page": 16, "D": 64, "heads": 1, "dtype": torch.float32, "layout": "NHD", "form": "slots"}
+    pool = Pool({**case, "witness": True})
+    pool.key[0, 0, 3], pool.key[1, 0, 40], pool.value[2, 0, 0] = float("nan"), float("-inf"), float("nan")
+    pool.key[3, 0, 32:], pool.key[3, 0, :32] = 0.0, 1e-9
+    skipped = int(pool.slots[4])
+    pool.slots[4] = -1
+    pool.write(case, "auto")
+    inf = float("inf")
+    scales = pool.k_scales.reshape(-1, 2)
+    assert scales[pool.slots[0]][0] == inf == scales[pool.slots[1]][1]
+    assert pool.v_scales.reshape(-1, 2)[pool.slots[2]][0] == inf
+    assert scales[pool.slots[3]].tolist() == [2.0**-24, 0.0]
+    assert bool(scales[skipped].isnan().all())
+    assert bool(pool.k.reshape(-1, 64)[skipped].eq(99).all())
+
+
+def test_forms_exclude_each_other_and_bad_shapes_are_named() -> None:
+    case = {"T": 5, "page": 16, "D": 64, "heads": 1, "dtype": torch.float32, "layout": "NHD", "form": "slots"}
+    pool = Pool({**case, "witness": False})
+    head_ids = torch.zeros(1, dtype=torch.int32)
+    side = (pool.k_scales, pool.v_scales, pool.row_ids)
+    with pytest.raises(InputError, match="either slot_mapping"):
+        append_int8(pool.key, pool.value, (pool.k, pool.v), *side, layer=0, head_ids=head_ids, dither_key=KEY)
+    with pytest.raises(InputError, match=r"must be \[T, 1, 64\]"):
+        append_int8(
+            pool.key[..., :32],
+            pool.value,
+            (pool.k, pool.v),
+            *side,
+            layer=0,
+            head_ids=head_ids,
+            dither_key=KEY,
+            slot_mapping=pool.slots,
+        )
+    index = torch.arange(5, dtype=torch.int32)
+    assert torch.equal(slots_of(index * 0, index, pool.table, 16), pool.slots)
+
+
+def test_custom_op_obeys_torch_library() -> None:
+    case = {"T": 3, "page": 16, "D": 64, "heads": 1, "dtype": torch.float32, "layout": "NHD", "form": "slots"}
+    pool = Pool({**case, "witness": True})
+    torch.library.opcheck(
+        append_int8_op,
+        (
+            pool.key,
+            pool.value,
+            pool.k,
+            pool.v,
+            pool.k_scales.nan_to_num(),
+            pool.v_scales.nan_to_num(),
+            pool.witness,
+            pool.row_ids,
+            pool.slots,
+            torch.zeros(1, dtype=torch.int32),
+            0,
+            1,
+        ),
+        test_utils=("test_schema", "test_faketensor"),
+    )
