@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,12 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 import witcert_core.kernels.common.slack as slack
+from witcert_core.kernels.append.triton import append_kernel
+from witcert_core.kernels.certify.triton import certify_split
 from witcert_core.kernels.common.merge import merge_splits
 from witcert_core.kernels.decode.triton import decode_split
+from witcert_core.kernels.extend.triton import extend_attention, tail_split
+from witcert_core.kernels.witness.triton import write_witness_kernel
 from witcert_core.layout import KVLayout
 
 TARGETS = (80, 90, 100)
@@ -37,11 +41,20 @@ POINTERS = {
     "vs_ptr": "*fp16",
     "kw_ptr": "*u8",
     "out_ptr": "*bf16",
+    "witness_ptr": "*u8",
     "counter_ptr": "*i64",
 }
 INTS = ("_ptr", "*i32")
 FLOATS = ("delta_ptr", "alibi_ptr", "part_o_ptr", "part_m_ptr", "lse_ptr", "acc_ptr", "sink_ptr", "omega_ptr")
-SCALARS = {"seed": "i64", "sm_scale": "fp32", "cap": "fp32", "v_scale": "fp32"}
+SCALARS = {
+    "seed": "i64",
+    "sm_scale": "fp32",
+    "cap": "fp32",
+    "v_scale": "fp32",
+    "new_scale": "fp32",
+    "v_unscale": "fp32",
+    "engine_constant": "fp32",
+}
 
 
 @dataclass(frozen=True)
@@ -172,8 +185,87 @@ def decode_cases(dim: int) -> list[Case]:
     return cases
 
 
+def other_cases(dim: int) -> list[Case]:
+    """Writers, certificate and extend, bf16 in and out."""
+    layout = KVLayout(dim)
+    append: dict[str, Any] = {"HKV": 8, "D": dim, "DV": dim, "PAGE": 16, "N": 32, "WITNESS": True}
+    bf16_sides = {
+        "key_ptr": "*bf16",
+        "value_ptr": "*bf16",
+        "k_ptr": "*i8",
+        "v_ptr": "*i8",
+        "slot_ptr": "*i64",
+    }
+    pool = {"k_ptr": "*bf16", "v_ptr": "*bf16", "k_new_ptr": "*bf16", "v_new_ptr": "*bf16", "vw_ptr": "*u8"}
+    chunk = {"k_new_ptr": "*bf16", "v_new_ptr": "*bf16"}
+    writer = {"exact_ptr": "*bf16", "fake_ptr": "*fp32", "pool_ptr": "*bf16", "witness_ptr": "*u8"}
+    certify: dict[str, Any] = {
+        "G": 4,
+        "D": dim,
+        "DV": dim,
+        "PAGE": 16,
+        "B": 16,
+        "BP": 16,
+        "M": 8,
+        "N": 32,
+        "SPLIT": slack.SPLIT_TOKENS,
+        "VALUES": True,
+        "SOFT_CAP": False,
+        "WINDOW": False,
+        "ALIBI": False,
+        "ROWS": False,
+        "FLAG": 0,
+        "DOT_ERROR": slack.dot_error(dim),
+    }
+    extend: dict[str, Any] = {
+        "G": 4,
+        "D": dim,
+        "DV": dim,
+        "PAGE": 16,
+        "M": 64,
+        "N": 32,
+        "SOFT_CAP": False,
+        "WINDOW": False,
+        "SINK": False,
+        "P_DTYPE": tl.bfloat16,
+    }
+    tail: dict[str, Any] = {
+        "G": 4,
+        "D": dim,
+        "DV": dim,
+        "M": 8,
+        "N": 32,
+        "SPLIT": slack.SPLIT_TOKENS,
+        "SOFT_CAP": False,
+        "WINDOW": False,
+        "P_DTYPE": tl.bfloat16,
+        "DOT_ERROR": slack.dot_error(dim),
+    }
+    witness = {"HKV": 8, "D": dim, "DP": dim, "PAGE": 16, "N": 16, "WHOLE": False}
+    size = layout.bytes_per_token_head
+    groups = -(-dim // 32)
+    return [
+        # Reads K and V in 16 bit and a slot and row id a token; writes the packed form and a witness byte a
+        # group.
+        Case(
+            "append",
+            append_kernel,
+            append,
+            bf16_sides,
+            warps=4,
+            bytes_moved=4 * dim + size + groups,
+            floor=size,
+        ),
+        Case("witness", write_witness_kernel, witness, {**writer, "slot_ptr": "*i64"}, warps=4),
+        # K and V in 16 bit, 16 band norms and one value norm.
+        Case("certify", certify_split, certify, pool, stages=1, bytes_moved=4 * dim + 17, floor=4 * dim),
+        Case("extend", extend_attention, extend, chunk, stages=1),
+        Case("extend tail", tail_split, tail, chunk, stages=1),
+    ]
+
+
 def all_cases(dim: int) -> list[Case]:
-    return decode_cases(dim)
+    return decode_cases(dim) + other_cases(dim)
 
 
 def main() -> int:
@@ -194,11 +286,14 @@ def main() -> int:
     ]
     failed = False
     for dim in HEAD_DIMS:
-        for case in all_cases(dim):
-            if options.only not in case.name:
+        for listed in all_cases(dim):
+            if options.only not in listed.name:
                 continue
             for arch in TARGETS:
-                began = time.time()
+                began, case = time.time(), listed
+                if case.must_not_spill and arch < 90:
+                    # The launcher's choice below compute capability 9: see decode/launch.py.
+                    case = replace(case, constants={**case.constants, "N": 32}, stages=1)
                 result = build(case, arch)
                 moved = "" if case.bytes_moved is None else str(case.bytes_moved)
                 ratio = (

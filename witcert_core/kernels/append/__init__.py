@@ -88,7 +88,7 @@ def append_int8(
     if witness is not None:
         check_side("witness", witness, k_cache, num_groups(head_dim), torch.uint8)
     ids = dispatch.row_bits(row_ids, k_cache.shape[0] * page_size)
-    assert_slots = slot_mapping if slot_mapping is not None else ids
+    slots = slot_mapping if slot_mapping is not None else ids
     if resolve(backend, key.device) == "reference":
         append_reference(
             key,
@@ -99,7 +99,7 @@ def append_int8(
             v_scales,
             witness,
             ids,
-            assert_slots,
+            slots,
             layer,
             head_ids.tolist(),
             dither_key,
@@ -114,7 +114,7 @@ def append_int8(
         v_scales,
         witness,
         ids,
-        assert_slots,
+        slots,
         head_ids,
         layer,
         dispatch.seed_of(dither_key),
