@@ -35,6 +35,8 @@ TARGETS = (80, 90, 100)
 HEAD_DIMS = (64, 128)
 POINTERS = {
     "q_ptr": "*bf16",
+    "k_exact_ptr": "*bf16",
+    "v_exact_ptr": "*bf16",
     "k_ptr": "*i32",
     "v_ptr": "*i32",
     "ks_ptr": "*fp16",
@@ -144,6 +146,8 @@ def decode_cases(dim: int) -> list[Case]:
         "ALIBI": False,
         "ROWS": False,
         "FLAG": 0,
+        "MIXED": False,
+        "EXACT_DOT_ERROR": slack.dot_error(dim),
         "P_DTYPE": tl.bfloat16,
         "DOT_ERROR": slack.int8_dot_error(-(-dim // 32)),
     }

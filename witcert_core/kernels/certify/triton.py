@@ -21,7 +21,7 @@ from witcert_core.kernels.common.device import (
     next_reference,
     soft_cap,
 )
-from witcert_core.kernels.decode.triton import load_groups
+from witcert_core.kernels.common.tiles import load_groups
 
 _SOFTMAX = tl.constexpr(slack.SOFTMAX)
 _SOFTCAP = tl.constexpr(slack.SOFTCAP)
@@ -180,8 +180,8 @@ def certify_split(
         k_square = tl.zeros((N,), tl.float32)
         for g in tl.static_range(NG):
             z = tl.dot(k[g].to(q_ptr.dtype.element_ty), tl.trans(q[g]), z, input_precision="ieee")
-            single = k[g].to(tl.float32)
-            k_square += tl.sum(single * single, 1)
+            part = k[g].to(tl.float32)
+            k_square += tl.sum(part * part, 1)
         z = z * sm_scale
         codes = tl.load(
             kw_ptr + line[:, None] * B + band[None, :], mask=live[:, None] & (band < B)[None, :], other=0
@@ -231,8 +231,8 @@ def certify_split(
                 NV,
             )
             for g in tl.static_range(NV):
-                single = v[g].to(tl.float32)
-                v_square += tl.sum(single * single, 1)
+                part = v[g].to(tl.float32)
+                v_square += tl.sum(part * part, 1)
             rho = decode_norm(tl.load(vw_ptr + line, mask=live, other=0))
         rho = tl.where(live, rho, 0.0)
         values = meter_values(values, factor, w, v_square, rho, visible)

@@ -17,6 +17,7 @@ from witcert_core.kernels.common.backend import check_compute_dtype, resolve, we
 from witcert_core.kernels.common.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
 from witcert_core.kernels.decode.launch import decode_int8_op
 from witcert_core.kernels.decode.reference import decode_reference
+from witcert_core.kernels.repair.pages import RepairedPages
 from witcert_core.layout import NUM_ACC_FIELDS
 
 
@@ -71,6 +72,7 @@ def decode_int8(
     meter: bool = True,
     delta_loc: Tensor | None = None,
     witness: Tensor | None = None,
+    repaired: RepairedPages | None = None,
     flag: Tensor | None = None,
     counters: Tensor | None = None,
     out: Tensor | None = None,
@@ -99,6 +101,7 @@ def decode_int8(
         meter: also compute accumulators (the output is bitwise the same without).
         delta_loc: fp32 ``[R]`` probability a cell may spend; absent or 0: deterministic radii.
         witness: uint8 ``[P, page_size, Hkv, Gr]`` group witnesses of K (276-byte layout).
+        repaired: pages that are exact; needs ``k_scale`` and ``v_scale`` of 1.
         flag: int32 ``[1]`` on the device, read by the kernels: 0 skips the meter (captured graphs).
         counters: int64 ``[layers]``; entry ``layer`` grows by the number of cells measured.
         out, lse, acc, workspace: preallocated results and scratch.
@@ -118,6 +121,10 @@ def decode_int8(
     dispatch.check_vector("delta_loc", delta_loc, rows, torch.float32)
     if witness is not None:
         check_side("witness", witness, k, num_groups(head_dim), torch.uint8)
+    if repaired is not None:
+        repaired.check(k.shape[0], page_size, kv_heads, head_dim, v_dim, q.dtype)
+        if k_scale != 1.0 or v_scale != 1.0:
+            raise InputError(f"k_scale={k_scale} and v_scale={v_scale} must be 1 beside repaired pages")
     ids = dispatch.row_bits(row_ids, k.shape[0] * page_size)
     scale = dispatch.default_scale(sm_scale, head_dim, k_scale)
     sinks = dispatch.kernel_float(sinks, "sinks", heads)
@@ -143,6 +150,7 @@ def decode_int8(
             sinks=sinks,
             alibi_slopes=slopes,
             q_len=q_len,
+            repaired=repaired,
             cast=weights_are_cast(q.dtype),
         )
         return result[0].to(q.dtype), result[1].to(torch.float32), result[2].to(torch.float32)
@@ -185,6 +193,9 @@ def decode_int8(
             sinks,
             slopes,
             flag,
+            None if repaired is None else repaired.index,
+            None if repaired is None else repaired.k,
+            None if repaired is None else repaired.v,
             out,
             lse,
             acc,

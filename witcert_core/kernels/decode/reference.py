@@ -12,6 +12,7 @@ from witcert_core.accumulate import accumulate
 from witcert_core.dither import DitherKey, rows
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.pages import PageTable, gather
+from witcert_core.kernels.repair.pages import RepairedPages
 from witcert_core.layout import NUM_ACC_FIELDS, AccField
 from witcert_core.radii import radius_dither, radius_group_witness
 
@@ -38,7 +39,7 @@ def key_radius(
     q: Tensor,
     scales: Tensor,
     witness: Tensor | None,
-    row_ids: Tensor,
+    never: Tensor,
     sm_scale: float,
     delta_loc: float,
     num_visible: int,
@@ -48,7 +49,7 @@ def key_radius(
 ) -> Tensor:
     """``c [H, S]``: quantization radius plus the arithmetic of the fp32 kernel (``common/slack.py``)."""
     s = torch.where(scales >= 0, scales, float("inf"))
-    s = torch.where((row_ids == 0)[:, None, None], float("inf"), s.to(torch.float64))
+    s = torch.where(never[:, :, None], float("inf"), s.to(torch.float64))
     c = radius_dither(q, s, sm_scale, delta_loc, num_visible)
     if witness is not None:
         c = torch.minimum(c, radius_group_witness(q, s, witness, sm_scale))
@@ -80,6 +81,7 @@ def decode_reference(
     alibi_slopes: Tensor | None = None,
     q_len: int = 1,
     cast: bool = False,
+    repaired: RepairedPages | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[R, H, Dv]``, base-2 lse ``[R, H]`` and accumulators ``[R, H, 16]``, all float64.
 
@@ -103,8 +105,22 @@ def decode_reference(
         u = rows(key, ids, layer, head_ids, head_dim)
         k = dequantize(gather(k_codes, slots), gather(k_scales, slots), u)
         v = dequantize(gather(v_codes, slots), gather(v_scales, slots)) * v_scale
+        old_k, old_v = gather(k_scales, slots), gather(v_scales, slots)
+        never = (ids == 0)[:, None].expand(k.shape[:2])
+        own: Tensor | float = 0.0
         row = q[r].to(torch.float64)
         groups = heads // k.shape[1]
+        if repaired is not None:
+            entry = repaired.index[slots // page_size].to(torch.int64)
+            fixed = (entry >= 0)[..., None]
+            offset = (slots % page_size)[:, None]
+            k = torch.where(fixed, repaired.k[entry, offset].to(torch.float64), k)
+            v = torch.where(fixed, repaired.v[entry, offset].to(torch.float64), v)
+            old_k, old_v = torch.where(fixed, 0.0, old_k), torch.where(fixed, 0.0, old_v)
+            never = never & ~fixed[..., 0]
+            norms = k.norm(dim=-1).T.repeat_interleave(groups, dim=0) * row.norm(dim=-1)[:, None]
+            exact = fixed[..., 0].T.repeat_interleave(groups, dim=0)
+            own = torch.where(exact, norms, 0.0) * (abs(sm_scale) * slack.dot_error(head_dim))
         z = torch.einsum("hd,shd->hs", row, k.repeat_interleave(groups, dim=1)) * sm_scale
         if logits_soft_cap > 0:
             z = logits_soft_cap * torch.tanh(z / logits_soft_cap)
@@ -115,9 +131,9 @@ def decode_reference(
             z = z + bias
         c = key_radius(
             row,
-            gather(k_scales, slots),
+            old_k,
             None if witness is None else gather(witness, slots),
-            ids,
+            never,
             sm_scale,
             0.0 if delta_loc is None else float(delta_loc[r]),
             slots.numel(),
@@ -125,8 +141,9 @@ def decode_reference(
             bias,
             cast,
         )
-        rho = value_radius(gather(v_scales, slots), v_dim) * abs(v_scale)
-        rho = torch.where((ids == 0)[:, None], float("inf"), rho)
+        c = c + own
+        rho = value_radius(old_v, v_dim) * abs(v_scale)
+        rho = torch.where(never, float("inf"), rho)
         acc[r] = accumulate(z, c, v, rho, sinks)
         # Around 0, as in the kernel, which does not know its output before it has seen all values.
         largest = v.square().sum(dim=-1).sqrt().amax(dim=0).repeat_interleave(groups)

@@ -21,8 +21,6 @@ import triton.language as tl
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.device import (
     dither_radius,
-    dither_row,
-    dither_tile,
     meter_start,
     meter_store,
     meter_values,
@@ -31,6 +29,7 @@ from witcert_core.kernels.common.device import (
     soft_cap,
     union_tail,
 )
+from witcert_core.kernels.common.tiles import load_groups, load_words, row_terms, tile_terms, unpack
 
 _ARITHMETIC = tl.constexpr(slack.MAX_CODE)
 _SOFTMAX = tl.constexpr(slack.SOFTMAX)
@@ -42,104 +41,6 @@ _UP = tl.constexpr(slack.RADIUS_UP)
 _WITNESS_UNIT = tl.constexpr(32.0**0.5 / 510.0 * (1.0 + 2.0**-15) * slack.RADIUS_UP)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(slack.META_FIELDS)
-
-
-@triton.jit
-def load_groups(base, rows, row_stride, mask, FIRST, D: tl.constexpr, NG: tl.constexpr):
-    """Tuple of ``[N, 32]`` tiles, one per group of 32 channels, 0 where masked or past ``D``."""
-    out = ()
-    for g in tl.static_range(NG):
-        channel = g * 32 + tl.arange(0, 32)
-        keep = mask[:, None]
-        if g * 32 + 32 > D:
-            keep = keep & (channel < D)[None, :]
-        out = out + (tl.load(base + rows[:, None] * row_stride + channel[None, :], mask=keep, other=FIRST),)
-    return out
-
-
-@triton.jit
-def load_words(base, rows, row_stride, mask, W: tl.constexpr, NG: tl.constexpr):
-    """Tuple of ``[N, 8]`` int32 words, four codes each, one per group of 32 channels."""
-    out = ()
-    for g in tl.static_range(NG):
-        word = g * 8 + tl.arange(0, 8)
-        keep = mask[:, None]
-        if g * 8 + 8 > W:
-            keep = keep & (word < W)[None, :]
-        out = out + (tl.load(base + rows[:, None] * row_stride + word[None, :], mask=keep, other=0),)
-    return out
-
-
-@triton.jit
-def unpack(words, N: tl.constexpr):
-    """Codes ``[N, 32]`` int32 of ``[N, 8]`` words, lowest byte first."""
-    shift = 24 - 8 * tl.arange(0, 4)
-    codes = (words[:, :, None] << shift[None, None, :]) >> 24
-    return tl.reshape(codes, (N, 32))
-
-
-@triton.jit
-def load_query_group(q_base, row, row_stride, valid, g, D: tl.constexpr):
-    """Queries ``[M, 32]`` of group ``g``, which need not be known at compile time."""
-    channel = g * 32 + tl.arange(0, 32)
-    keep = valid[:, None] & (channel < D)[None, :]
-    return tl.load(q_base + row[:, None] * row_stride + channel[None, :], mask=keep, other=0.0)
-
-
-@triton.jit
-def row_terms(
-    q_base,
-    row,
-    row_stride,
-    valid,
-    seed,
-    row_id,
-    layer,
-    head,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    NG: tl.constexpr,
-):
-    """Tuple of ``kappa_g = <q_g, u_g>`` ``[M]`` of one dither row. A loop, not unrolled: code is drawn
-    once."""
-    column = tl.arange(0, 8)[None, :]
-    table = tl.zeros((M, 8), tl.float32)
-    for g in tl.range(0, NG, num_stages=1):
-        q = load_query_group(q_base, row, row_stride, valid, g, D).to(tl.float32)
-        u = dither_row(seed, row_id, layer, head, g)
-        table = tl.where(column == g, tl.sum(q * u[None, :], 1)[:, None], table)
-    out = ()
-    for g in tl.static_range(NG):
-        out = out + (tl.sum(tl.where(column == g, table, 0.0), 1),)
-    return out
-
-
-@triton.jit
-def tile_terms(
-    q_base,
-    row,
-    row_stride,
-    valid,
-    scales,
-    row_id,
-    live,
-    seed,
-    layer,
-    head,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    NG: tl.constexpr,
-):
-    """``sum_g s_g <q_g, u_g>`` ``[N, M]`` where every token has a row of its own."""
-    total = tl.zeros((N, M), tl.float32)
-    for g in tl.range(0, NG, num_stages=1):
-        q = load_query_group(q_base, row, row_stride, valid, g, D)
-        s = tl.load(scales + g, mask=live, other=0.0).to(tl.float32)
-        u = dither_tile(seed, row_id, layer, head, g, N).to(q.dtype)
-        dot = tl.dot(u, tl.trans(q), input_precision="ieee")
-        total += tl.where((s >= 0.0) & (s < float("inf")), s, 0.0)[:, None] * dot
-    return total
 
 
 @triton.jit(do_not_specialize=["layer", "seed"])
@@ -161,6 +62,9 @@ def decode_split(
     delta_ptr,
     alibi_ptr,
     flag_ptr,
+    exact_index_ptr,
+    k_exact_ptr,
+    v_exact_ptr,
     part_o_ptr,
     part_m_ptr,
     stride_q_row,
@@ -194,8 +98,10 @@ def decode_split(
     ALIBI: tl.constexpr,
     ROWS: tl.constexpr,
     FLAG: tl.constexpr,
+    MIXED: tl.constexpr,
     P_DTYPE: tl.constexpr,
     DOT_ERROR: tl.constexpr,
+    EXACT_DOT_ERROR: tl.constexpr,
 ):
     """Grid ``(requests * m_tiles, Hkv, splits)``; ``k_ptr``, ``v_ptr`` and their strides count words of four
     codes.
@@ -260,6 +166,12 @@ def decode_split(
         single = q[g].to(tl.float32)
         norm1 = norm1 + (tl.sum(tl.abs(single), 1) * scale,)
         norm2 = norm2 + (tl.sum(single * single, 1) * (scale * scale),)
+    q_length = tl.zeros((M,), tl.float32)
+    if MIXED:
+        for g in tl.static_range(NG):
+            q_length += norm2[g]
+        # 2^-58 stands for channels whose square underflows.
+        q_length = tl.sqrt(q_length) * _UP + 3.469446951953614e-18
     tail = union_tail(limit - first, tl.load(delta_ptr + row, mask=valid, other=0.0)) if METER else 0.0
     slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
     global_head = tl.load(head_id_ptr + kv_head)
@@ -287,8 +199,15 @@ def decode_split(
         k = load_words(k_base + page[:, None] * stride_k_page, offset, stride_k_tok, live, D // 4, NG)
         v = load_words(v_base + page[:, None] * stride_v_page, offset, stride_v_tok, live, DV // 4, NV)
 
-        leader = tl.max(tl.where(live, row_id, -2147483648), 0)
-        shared = tl.min(tl.where(live, row_id, 2147483647), 0) == leader
+        # Tokens of repaired pages are exact: they have no row, no scale, and radius 0 but for the arithmetic.
+        packed = live
+        if MIXED:
+            entry = tl.load(exact_index_ptr + page * num_kv_heads + kv_head, mask=live, other=-1)
+            repaired = entry >= 0
+            packed = live & ~repaired
+            exact_line = entry.to(tl.int64) * PAGE + offset
+        leader = tl.max(tl.where(packed, row_id, -2147483648), 0)
+        shared = tl.min(tl.where(packed, row_id, 2147483647), 0) >= leader
         if shared:
             if leader != current:
                 current = leader
@@ -304,8 +223,8 @@ def decode_split(
         stored = tl.zeros((N, M), tl.float32)
         for g in tl.static_range(NG):
             s_raw = tl.load(ks_ptr + line * NG + g, mask=live, other=0.0).to(tl.float32)
-            fine = (s_raw >= 0.0) & (s_raw < float("inf"))
-            known = known & fine
+            fine = packed & (s_raw >= 0.0) & (s_raw < float("inf"))
+            known = known & (fine | ~packed)
             s = tl.where(fine, s_raw, 0.0)
             dot = tl.dot(unpack(k[g], N).to(q_ptr.dtype.element_ty), q_columns[g], input_precision="ieee")
             z += dot * s[:, None]
@@ -321,9 +240,30 @@ def decode_split(
         if shared == 0:
             scales = ks_ptr + line * NG
             undithered = tile_terms(
-                q_base, row, stride_q_row, valid, scales, row_id, live, seed, layer, global_head, N, M, D, NG
+                q_base,
+                row,
+                stride_q_row,
+                valid,
+                scales,
+                row_id,
+                packed,
+                seed,
+                layer,
+                global_head,
+                N,
+                M,
+                D,
+                NG,
             )
-        z = (z - undithered) * sm_scale
+        z = z - undithered
+        k_square = tl.zeros((N,), tl.float32)
+        if MIXED:
+            k_exact = load_groups(k_exact_ptr, exact_line, D, repaired, 0.0, D, NG)
+            for g in tl.static_range(NG):
+                z = tl.dot(k_exact[g], q_columns[g], z, input_precision="ieee")
+                part = k_exact[g].to(tl.float32)
+                k_square += tl.sum(part * part, 1)
+        z = z * sm_scale
         visible = valid[None, :] & live[:, None] & (token[:, None] < limit[None, :])
         if WINDOW:
             visible = visible & (token[:, None] >= first[None, :])
@@ -337,12 +277,14 @@ def decode_split(
         gap = z2 - safe[None, :]
         w = tl.exp2(gap)
         total = total * factor[None, :] + w
-        never = row_id == 0
+        never = packed & (row_id == 0)
         if METER:
             c = dither_radius(l1, variance, tail)
             if WITNESS:
                 c = tl.where(stored < c, stored, c)
             c += l1 * (_ARITHMETIC * DOT_ERROR) + _SOFTMAX
+            if MIXED:
+                c += tl.sqrt(k_square)[:, None] * q_length[None, :] * EXACT_DOT_ERROR
             # Far below the maximum the subtraction rounds; beyond 2^-150 the weight is 0 anyway.
             c += tl.where(gap < -150.0, 150.0, tl.abs(gap)) * _FAR
             if SOFT_CAP:
@@ -358,15 +300,23 @@ def decode_split(
         v_square = tl.zeros((N,), tl.float32)
         rho = tl.zeros((N,), tl.float32)
         v_known = live
+        if MIXED:
+            v_exact = load_groups(v_exact_ptr, exact_line, DV, repaired, 0.0, DV, NV)
         new_out = ()
         for g in tl.static_range(NV):
             s_raw = tl.load(vs_ptr + line * NV + g, mask=live, other=0.0).to(tl.float32)
-            fine = (s_raw >= 0.0) & (s_raw < float("inf"))
-            v_known = v_known & fine
+            fine = packed & (s_raw >= 0.0) & (s_raw < float("inf"))
+            v_known = v_known & (fine | ~packed)
             s = tl.where(fine, s_raw, 0.0)
             ws = (w * s[:, None]).to(P_DTYPE)
             code = unpack(v[g], N).to(tl.float32)
             acc = tl.dot(tl.trans(ws), code.to(P_DTYPE), out[g] * factor[:, None], input_precision="ieee")
+            if MIXED:
+                exact = v_exact[g].to(P_DTYPE)
+                acc = tl.dot(tl.trans(w.to(P_DTYPE)), exact, acc, input_precision="ieee")
+                if METER:
+                    part = v_exact[g].to(tl.float32)
+                    v_square += tl.sum(part * part, 1)
             if METER:
                 v_square += s * s * tl.sum(code * code, 1)
             new_out = new_out + (acc,)

@@ -74,7 +74,7 @@ def extend_reference(
                     row,
                     gather(k_scales, slots),
                     None if witness is None else gather(witness, slots),
-                    ids,
+                    (ids == 0)[:, None].expand(-1, k_codes.shape[2]),
                     sm_scale * k_scale,
                     0.0 if delta_loc is None else float(delta_loc[r]),
                     max(shown, 1),

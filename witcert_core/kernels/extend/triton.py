@@ -20,7 +20,7 @@ from witcert_core.kernels.common.device import (
     next_reference,
     soft_cap,
 )
-from witcert_core.kernels.decode.triton import load_groups, load_words, row_terms, tile_terms, unpack
+from witcert_core.kernels.common.tiles import load_groups, load_words, row_terms, tile_terms, unpack
 
 _SOFTMAX = tl.constexpr(slack.SOFTMAX)
 _SOFTCAP = tl.constexpr(slack.SOFTCAP)
@@ -309,8 +309,8 @@ def tail_split(
         k_square = tl.zeros((N,), tl.float32)
         for g in tl.static_range(NG):
             z = tl.dot(k[g], tl.trans(q[g]), z, input_precision="ieee")
-            single = k[g].to(tl.float32)
-            k_square += tl.sum(single * single, 1)
+            part = k[g].to(tl.float32)
+            k_square += tl.sum(part * part, 1)
         visible = valid[None, :] & live[:, None]
         if WINDOW:
             visible = visible & (token >= tail - 1 - window_left)[:, None]
@@ -326,8 +326,8 @@ def tail_split(
         v_square = tl.zeros((N,), tl.float32)
         new_out = ()
         for g in tl.static_range(NV):
-            single = v[g].to(tl.float32) * v_unscale
-            v_square += tl.sum(single * single, 1)
+            part = v[g].to(tl.float32) * v_unscale
+            v_square += tl.sum(part * part, 1)
             scaled = (w * v_unscale).to(P_DTYPE)
             acc = tl.dot(tl.trans(scaled), v[g].to(P_DTYPE), out[g] * factor[:, None], input_precision="ieee")
             new_out = new_out + (acc,)
