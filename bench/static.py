@@ -242,6 +242,7 @@ def other_cases(dim: int) -> list[Case]:
         "SPLIT": slack.SPLIT_TOKENS,
         "SOFT_CAP": False,
         "WINDOW": False,
+        "METER": True,
         "P_DTYPE": tl.bfloat16,
         "DOT_ERROR": slack.dot_error(dim),
     }

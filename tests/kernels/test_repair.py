@@ -58,7 +58,7 @@ def test_repairing_everything_leaves_only_the_arithmetic() -> None:
         repair(data, page, 0, entry, side)
     after = float(meter(decode_int8(q, *pool, repaired=side, **arguments)[2])[0].max())
     assert before > 1e-2
-    assert after < 1e-4
+    assert after < 1e-3
 
 
 def test_scatter_equals_the_reference_and_refuses_what_does_not_fit() -> None:

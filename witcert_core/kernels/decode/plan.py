@@ -82,7 +82,8 @@ class BatchDecodeWithInt8PagedKVCacheWrapper:
         """
         if pos_encoding_mode not in ("NONE", "ALIBI"):
             raise UnsupportedError(
-                f"pos_encoding_mode is {pos_encoding_mode!r}; allowed are 'NONE' (rotary already applied), 'ALIBI'"
+                f"pos_encoding_mode is {pos_encoding_mode!r}; allowed are 'NONE' (rotary already "
+                "applied) and 'ALIBI'"
             )
         device = self._head_ids.device
         if num_kv_heads != self._head_ids.numel() or num_qo_heads % num_kv_heads:

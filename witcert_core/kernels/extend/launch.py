@@ -244,6 +244,7 @@ def extend_meter_op(
         SPLIT=slack.SPLIT_TOKENS,
         SOFT_CAP=logits_soft_cap > 0.0,
         WINDOW=window,
+        METER=True,
         P_DTYPE=weight_dtype(q_rows.dtype),
         DOT_ERROR=slack.dot_error(head_dim),
         num_warps=NUM_WARPS,

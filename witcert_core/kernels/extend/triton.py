@@ -264,6 +264,7 @@ def tail_split(
     SPLIT: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    METER: tl.constexpr,
     P_DTYPE: tl.constexpr,
     DOT_ERROR: tl.constexpr,
 ):
@@ -309,30 +310,34 @@ def tail_split(
         k_square = tl.zeros((N,), tl.float32)
         for g in tl.static_range(NG):
             z = tl.dot(k[g], tl.trans(q[g]), z, input_precision="ieee")
-            part = k[g].to(tl.float32)
-            k_square += tl.sum(part * part, 1)
+            if METER:
+                part = k[g].to(tl.float32)
+                k_square += tl.sum(part * part, 1)
         visible = valid[None, :] & live[:, None]
         if WINDOW:
             visible = visible & (token >= tail - 1 - window_left)[:, None]
         w, ref, factor, gap = mask_and_weigh(z * new_scale, cap, ref, visible, SOFT_CAP)
         total = total * factor[None, :] + w
-        c = tl.sqrt(k_square)[:, None] * length_q[None, :] * DOT_ERROR + _SOFTMAX
-        c += tl.where(gap < -150.0, 150.0, tl.abs(gap)) * _FAR
-        if SOFT_CAP:
-            c += cap * _SOFTCAP
-        if P_DTYPE != tl.float32:
-            c += _CAST
-        weights = meter_weights(weights, factor, w, tl.where(visible, c, 0.0))
+        if METER:
+            c = tl.sqrt(k_square)[:, None] * length_q[None, :] * DOT_ERROR + _SOFTMAX
+            c += tl.where(gap < -150.0, 150.0, tl.abs(gap)) * _FAR
+            if SOFT_CAP:
+                c += cap * _SOFTCAP
+            if P_DTYPE != tl.float32:
+                c += _CAST
+            weights = meter_weights(weights, factor, w, tl.where(visible, c, 0.0))
         v_square = tl.zeros((N,), tl.float32)
         new_out = ()
         for g in tl.static_range(NV):
             part = v[g].to(tl.float32) * v_unscale
-            v_square += tl.sum(part * part, 1)
+            if METER:
+                v_square += tl.sum(part * part, 1)
             scaled = (w * v_unscale).to(P_DTYPE)
             acc = tl.dot(tl.trans(scaled), v[g].to(P_DTYPE), out[g] * factor[:, None], input_precision="ieee")
             new_out = new_out + (acc,)
         out = new_out
-        values = meter_values(values, factor, w, v_square, tl.zeros((N,), tl.float32), visible)
+        if METER:
+            values = meter_values(values, factor, w, v_square, tl.zeros((N,), tl.float32), visible)
     cell = (r * num_qo_heads + head) * num_splits + split
     for g in tl.static_range(NV):
         channel = g * 32 + tl.arange(0, 32)
@@ -341,4 +346,5 @@ def tail_split(
     meta = part_m_ptr + cell * _FIELDS
     tl.store(meta, ref, mask=valid)
     tl.store(meta + 1, tl.sum(total, 0), mask=valid)
-    meter_store(weights, values, meta, valid, N)
+    if METER:
+        meter_store(weights, values, meta, valid, N)
