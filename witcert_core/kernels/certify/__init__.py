@@ -159,7 +159,7 @@ def certify(
         values,
         witness,
         value_witness,
-        bands.channel_band.to(device=q.device, dtype=torch.int32),
+        dispatch.band_on(bands.channel_band, q.device),
         table.indptr,
         table.indices,
         table.last_page_len,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -77,3 +78,10 @@ def kernel_float(tensor: Tensor | None, name: str, length: int) -> Tensor | None
     """Per-head fp32 numbers (sinks, slopes), checked."""
     check_vector(name, tensor, length)
     return None if tensor is None else tensor.to(torch.float32)
+
+
+@functools.lru_cache(maxsize=32)
+def band_on(channel_band: Tensor, device: torch.device) -> Tensor:
+    """int32 copy of a band map on ``device``, made once: a copy from the host cannot be captured in a
+    graph."""
+    return channel_band.to(device=device, dtype=torch.int32)

@@ -65,7 +65,7 @@ def write_with_witness(
             exact_k, exact_v, fake_k, fake_v, k, v, witness, value_witness, slot_mapping, bands
         )
         return
-    band = bands.channel_band.to(device=exact_k.device, dtype=torch.int32)
+    band = dispatch.band_on(bands.channel_band, exact_k.device)
     write_witness_op(
         exact_k, exact_v, fake_k, fake_v, k, v, witness, value_witness, slot_mapping, band, bands.num_bands
     )

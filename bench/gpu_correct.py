@@ -1,0 +1,157 @@
+"""Correctness on the device at hand: fresh random inputs, poisoned outputs, float64 on the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from witcert_core.bands import band_map
+from witcert_core.dither import DitherKey, num_groups
+from witcert_core.kernels.append import append_int8
+from witcert_core.kernels.certify import certify
+from witcert_core.kernels.common.pages import PageTable
+from witcert_core.kernels.decode import decode_int8
+from witcert_core.kernels.extend import extend_int8
+from witcert_core.kernels.witness import write_with_witness
+from witcert_core.layout import AccField
+from witcert_core.rotary import RotarySpec
+
+KEY = DitherKey(seed=1, nonce=2)
+LAYER = 1
+PAGE = 16
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """``||got - want|| / ||want||``; NaN if anything is."""
+    a, b = got.double().cpu(), want.double().cpu()
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+def outward(got: Tensor, want: Tensor) -> bool:
+    """Every accumulator on its sound side of the reference."""
+    a, b = got.double().cpu(), want.double().cpu()
+    down = [AccField.P_H, AccField.RHO_MIN]
+    up = [f for f in AccField if f not in down]
+    return bool((a[..., up] >= b[..., up]).all() and (a[..., down] <= b[..., down]).all())
+
+
+def to_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, PageTable):
+        return PageTable(value.indptr.cpu(), value.indices.cpu(), value.last_page_len.cpu())
+    return tuple(to_cpu(x) for x in value) if isinstance(value, tuple) else value
+
+
+def reference(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The float64 result on the CPU; queries widened so that nothing is rounded at the end."""
+    return function(
+        *map(to_cpu, arguments), **{k: to_cpu(v) for k, v in options.items()}, backend="reference"
+    )
+
+
+def check_dtype(
+    dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Append, decode, extend, witness and certificate in one dtype; one row of findings each."""
+    seed = int(torch.randint(2**31, (1,)))
+    g = torch.Generator(device=device).manual_seed(seed)
+    kv_heads, group, batch = 2, 4, len(lengths)
+    pages = [-(-n // PAGE) for n in lengths]
+    total = sum(pages) + 3
+    order = torch.randperm(total, generator=g, device=device).to(torch.int32)
+    table = PageTable(
+        torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32, device=device),
+        order[: sum(pages)].contiguous(),
+        torch.tensor([(n - 1) % PAGE + 1 for n in lengths], dtype=torch.int32, device=device),
+    )
+    shape = (total, PAGE, kv_heads)
+    codes = [torch.full((*shape, dim), 99, dtype=torch.int8, device=device) for _ in range(2)]
+    groups = num_groups(dim)
+    scales = [
+        torch.full((*shape, groups), float("nan"), dtype=torch.float16, device=device) for _ in range(2)
+    ]
+    witness = torch.full((*shape, groups), 255, dtype=torch.uint8, device=device)
+    row_ids = torch.randint(1, 2**31 - 1, (total * PAGE,), generator=g, device=device).to(torch.int32)
+    slots = torch.cat([table.slots(b, n, PAGE) for b, n in enumerate(lengths)])
+    # Half of the tokens share a row, as a prompt chunk does.
+    row_ids[slots[: len(slots) // 2]] = 77
+    k, v = (torch.randn(len(slots), kv_heads, dim, generator=g, device=device).to(dtype) for _ in range(2))
+    head_ids = torch.arange(kv_heads, dtype=torch.int32, device=device)
+    findings = []
+
+    plain = [x.clone() for x in (*codes, *scales, witness)]
+    write: dict[str, Any] = {"layer": LAYER, "head_ids": head_ids, "dither_key": KEY, "slot_mapping": slots}
+    append_int8(k, v, (codes[0], codes[1]), *scales, row_ids, witness=witness, **write)
+    host = [to_cpu(x) for x in plain]
+    options = {name: to_cpu(x) for name, x in write.items()}
+    append_int8(
+        k.cpu(),
+        v.cpu(),
+        (host[0], host[1]),
+        host[2],
+        host[3],
+        row_ids.cpu(),
+        witness=host[4],
+        backend="reference",
+        **options,
+    )
+    same = all(
+        torch.equal(a.cpu().float().nan_to_num(nan=-9.0), b.float().nan_to_num(nan=-9.0))
+        for a, b in zip((*codes, *scales), host[:4], strict=True)
+    )
+    findings.append({"check": "append", "ok": same, "detail": "codes and scales equal" if same else "differ"})
+
+    q = torch.randn(batch, kv_heads * group, dim, generator=g, device=device).to(dtype)
+    common: dict[str, Any] = {"layer": LAYER, "head_ids": head_ids, "key": KEY, "witness": witness}
+    limit = max(lengths)
+    close = 1e-5 if dtype == torch.float32 else 1e-2
+    pool = ((codes[0], codes[1]), *scales)
+    out = torch.full_like(q, float("nan"))
+    delta = torch.full((batch,), 1e-7, device=device)
+    got = decode_int8(q, *pool, table, row_ids, max_kv_len=limit, out=out, delta_loc=delta, **common)
+    want = reference(
+        decode_int8, (q, *pool, table, row_ids), {**common, "max_kv_len": limit, "delta_loc": delta}
+    )
+    findings.append(verdict("decode", error(got[0], want[0]), close, outward(got[2], want[2])))
+    alone = decode_int8(
+        q[:1],
+        *pool,
+        PageTable(table.indptr[:2].contiguous(), table.indices, table.last_page_len[:1].contiguous()),
+        row_ids,
+        max_kv_len=limit,
+        delta_loc=delta[:1],
+        **common,
+    )
+    same = all(torch.equal(a[0], b[0]) for a, b in zip(got, alone, strict=True))
+    findings.append({"check": "alone = in a batch", "ok": same, "detail": "bitwise" if same else "differs"})
+
+    chunk = 19
+    new = [torch.randn(batch * chunk, h, dim, generator=g, device=device).to(dtype) for h in (8, 2, 2)]
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * chunk
+    rows = torch.tensor([0, chunk - 1, batch * chunk - 1], dtype=torch.int32, device=device)
+    chunked: dict[str, Any] = {**common, "max_q_len": chunk, "max_kv_len": limit, "meter_rows": rows}
+    got = extend_int8(*new, *pool, starts, table, row_ids, **chunked)
+    want = reference(extend_int8, (*new, *pool, starts, table, row_ids), chunked)
+    findings.append(verdict("extend", error(got[0], want[0]), close, outward(got[2], want[2])))
+
+    bands = band_map(RotarySpec(dim))
+    exact = [torch.full((*shape, dim), float("nan"), dtype=dtype, device=device) for _ in range(2)]
+    norms = torch.full((*shape, bands.num_bands), 255, dtype=torch.uint8, device=device)
+    value_norms = torch.full((*shape, 1), 255, dtype=torch.uint8, device=device)
+    noisy = [x.float() + 0.05 * torch.randn(x.shape, generator=g, device=device) for x in (k, v)]
+    write_with_witness(k, v, *noisy, (exact[0], exact[1]), norms, value_norms, slots, bands)
+    certified: dict[str, Any] = {"max_kv_len": limit, "value_witness": value_norms}
+    mine = certify(q, (exact[0], exact[1]), norms, table, bands, **certified)
+    theirs = reference(certify, (q, (exact[0], exact[1]), norms, table, bands), certified)
+    findings.append(verdict("certify", error(mine.lse, theirs.lse), 1e-5, outward(mine.acc, theirs.acc)))
+    for finding in findings:
+        finding |= {"dtype": str(dtype).removeprefix("torch."), "seed": seed}
+    return findings
+
+
+def verdict(name: str, distance: float, limit: float, sound: bool) -> dict[str, Any]:
+    detail = f"relative error {distance:.1e}, accumulators {'outward' if sound else 'NOT OUTWARD'}"
+    return {"check": name, "ok": distance <= limit and sound, "detail": detail}

@@ -1,0 +1,179 @@
+"""16-bit decode kernels to compare with: ours over contiguous keys, FlashInfer's and SGLang's where
+installed.
+
+Each maker returns a function of a set number that attends one batch, or raises ImportError.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from witcert_core.kernels.common import slack
+from witcert_core.kernels.common.merge import merge_splits
+from witcert_core.kernels.decode.launch import MERGE_BLOCK, NUM_WARPS, TILE_ROWS, weight_dtype
+from witcert_core.kernels.extend.launch import TILE_KEYS
+from witcert_core.kernels.extend.triton import tail_split
+
+PAGE = 16
+Attend = Callable[[int], object]
+
+
+def ours_16bit(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Attend:
+    """Split-K over contiguous keys: ``k``, ``v [sets * batch * length, Hkv, D]``."""
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    splits = -(-length // slack.SPLIT_TOKENS)
+    device = q.device
+    part_o = torch.empty(rows, heads, splits, dim, device=device)
+    part_m = torch.empty(rows, heads, splits, slack.META_FIELDS, device=device)
+    out, lse = torch.empty_like(q), torch.empty(rows, heads, device=device)
+    limit = torch.zeros(rows, dtype=torch.int32, device=device)
+    tail = torch.full((rows,), length, dtype=torch.int32, device=device)
+    index = torch.arange(rows, dtype=torch.int32, device=device)
+    empty = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+    counter = torch.zeros(1, dtype=torch.int64, device=device)
+    starts = [
+        torch.arange(rows, dtype=torch.int32, device=device) * length + s * batch * length
+        for s in range(k.shape[0] // (batch * length))
+    ]
+
+    def attend(s: int) -> object:
+        tail_split[(rows, kv_heads, splits)](
+            q,
+            k,
+            v,
+            starts[s],
+            limit,
+            tail,
+            part_o,
+            part_m,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            1.0 / math.sqrt(dim),
+            1.0,
+            0.0,
+            -1,
+            splits,
+            heads,
+            G=heads // kv_heads,
+            D=dim,
+            DV=dim,
+            M=TILE_ROWS,
+            N=TILE_KEYS,
+            SPLIT=slack.SPLIT_TOKENS,
+            SOFT_CAP=False,
+            WINDOW=False,
+            METER=False,
+            P_DTYPE=weight_dtype(q.dtype),
+            DOT_ERROR=slack.dot_error(dim),
+            num_warps=NUM_WARPS,
+            num_stages=2,
+        )
+        merge_splits[(rows, heads)](
+            part_o,
+            part_m,
+            out,
+            lse,
+            lse,
+            lse,
+            lse,
+            empty,
+            limit,
+            index,
+            index,
+            limit,
+            index,
+            tail,
+            empty,
+            counter,
+            *out.stride()[:2],
+            1.0,
+            -1,
+            1,
+            splits,
+            heads,
+            DV=dim,
+            DV_PAD=triton.next_power_of_2(dim),
+            PAGE=PAGE,
+            SPLIT=slack.SPLIT_TOKENS,
+            BLOCK=MERGE_BLOCK,
+            METER=False,
+            SINK=False,
+            WINDOW=False,
+            ROWS=True,
+            FLAG=0,
+            STORE_OUT=True,
+            OMEGA=False,
+            TAIL=True,
+            num_warps=4,
+        )
+        return out
+
+    return attend
+
+
+def flashinfer_16bit(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Attend:
+    """FlashInfer's paged decode, tensor cores, pages of 16."""
+    flashinfer = importlib.import_module("flashinfer")
+    heads, dim = q.shape[1:]
+    kv_heads, pages = k.shape[1], length // PAGE
+    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=q.device)
+    cache = tuple(x.view(-1, PAGE, kv_heads, dim) for x in (k, v))
+    wrappers = []
+    for s in range(k.shape[0] // (batch * length)):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        indptr = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * pages
+        indices = torch.arange(batch * pages, dtype=torch.int32, device=q.device) + s * batch * pages
+        last = torch.full((batch,), PAGE, dtype=torch.int32, device=q.device)
+        wrapper.plan(
+            indptr,
+            indices,
+            last,
+            heads,
+            kv_heads,
+            dim,
+            PAGE,
+            q_data_type=q.dtype,
+            kv_data_type=k.dtype,
+        )
+        wrappers.append(wrapper)
+    return lambda s: wrappers[s].run(q, cache)
+
+
+def sglang_16bit(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Attend:
+    """SGLang's Triton decode, page size 1."""
+    module = importlib.import_module("sglang.kernels.ops.attention.decode_attention")
+    heads, dim = q.shape[1:]
+    splits = 16
+    device = q.device
+    logits = torch.empty(batch, heads, splits, dim, device=device)
+    lse = torch.empty(batch, heads, splits, device=device)
+    used = torch.full((batch,), splits, dtype=torch.int32, device=device)
+    indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+    out = torch.empty_like(q)
+    indices = [
+        torch.arange(batch * length, dtype=torch.int64, device=device) + s * batch * length
+        for s in range(k.shape[0] // (batch * length))
+    ]
+
+    def attend(s: int) -> object:
+        module.decode_attention_fwd(
+            q, k, v, out, indptr, indices[s], logits, lse, used, splits, 1.0 / math.sqrt(dim), 1.0, 1.0
+        )
+        return out
+
+    return attend
+
+
+PEERS = {
+    "ours 16-bit": ours_16bit,
+    "FlashInfer 16-bit": flashinfer_16bit,
+    "SGLang Triton 16-bit": sglang_16bit,
+}
