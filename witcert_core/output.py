@@ -46,7 +46,8 @@ def output_bound(
 
     moved = torch.minimum(by_mass.nan_to_num(nan=float("inf")), by_variance.nan_to_num(nan=float("inf")))
     total = moved + torch.as_tensor(extra_tv, dtype=torch.float64, device=acc.device) * diameter + rho1
-    return (total * RESULT_UP).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    total = torch.where(norm.isfinite(), total * RESULT_UP, float("inf"))
+    return total.nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
 def relative_output_bound(absolute: Tensor, o_norm: Tensor) -> Tensor:
