@@ -28,7 +28,7 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 def dithered_value_radius(encoded: Encoded, stored: Tensor) -> Tensor:
-    """rho [N, Hkv] float64 that the scales alone promise: (1 + 2^-13) sqrt(sum_g n_g s_g^2) / 2, plus the storage rounding.
+    """rho [N, Hkv] float64 that the scales alone promise: (1 + 2^-13) sqrt(sum_g n_g s_g^2) / 2, plus storage rounding.
 
     n_g channels in group g. The packed layout keeps no norm of V's residual, so neither does its stand-in here.
     """

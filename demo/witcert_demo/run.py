@@ -69,7 +69,9 @@ def ask(server: Server, sample: Sample) -> Asked:
     }
     with server.client() as client:
         reply = client.post("/generate", json=body).raise_for_status().json()
-    return Asked(sample, reply["text"].strip(), exact_match(sample, reply["output_ids"]), reply["meta_info"].get("witcert"))
+    return Asked(
+        sample, reply["text"].strip(), exact_match(sample, reply["output_ids"]), reply["meta_info"].get("witcert")
+    )
 
 
 def ask_all(server: Server, tally: Tally, samples: Sequence[Sample], drawn: Callable[[], None]) -> None:
@@ -120,7 +122,7 @@ def show_live(console: Console, server: Server, tally: Tally, exact: Tally, samp
         console.print(panel(tally, exact, total))
 
 
-class serve(AbstractContextManager[Server]):  # noqa: N801 - used like a function
+class serve(AbstractContextManager[Server]):
     """A server with its start shown: a spinner with the seconds waited, or one line where there is no terminal."""
 
     def __init__(

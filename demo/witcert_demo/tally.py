@@ -64,7 +64,9 @@ class Tally:
 
     def sentence(self, exact: Tally) -> str:
         """What the meter saw, in one sentence, beside what the answers say."""
-        answers = f"{self.right} of {len(self.asked)} answers are right (16-bit cache: {exact.right} of {len(exact.asked)})"
+        answers = (
+            f"{self.right} of {len(self.asked)} answers are right (16-bit cache: {exact.right} of {len(exact.asked)})"
+        )
         share = self.certified_share
         if share is None:
             return f"{self.name}: nothing was measured, so nothing is known; {answers}."

@@ -16,10 +16,11 @@ import torch
 import witcert_sglang
 from conftest import write_policy
 from sglang.srt.configs.model_config import AttentionArch
-from witcert_core.errors import UnsupportedError
-from witcert_core.policy import parse_policy
 from witcert_demo.servers import server_environment
 from witcert_sglang import support
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.policy import parse_policy
 
 pytestmark = pytest.mark.sglang
 NONE = {"quantizer": {"name": "none"}}
@@ -125,7 +126,9 @@ def test_a_lost_hook_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_a_broken_adapter_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
     """The adapter's own code cannot be imported: SGLang would log that and serve unmetered."""
-    (tmp_path / "sitecustomize.py").write_text(on_import_of("witcert_core.policy", "raise ImportError('half installed')"))
+    (tmp_path / "sitecustomize.py").write_text(
+        on_import_of("witcert_core.policy", "raise ImportError('half installed')")
+    )
     line = refusal(*launch(checkpoint, write_policy(tmp_path / "p.yaml", **NONE), extra_path=tmp_path))
     assert "half installed" in line
 

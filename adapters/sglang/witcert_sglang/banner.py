@@ -15,12 +15,15 @@ def banner(runtime: Runtime, *, metrics_on: bool) -> str:
     status, policy, geometry = runtime.status(), runtime.policy, runtime.geometry
     metered, quantized = status["layers_metered"], status["layers_quantized"]
     cells = len(metered) * geometry.num_qo_heads
-    claim = "probabilistic, non-adaptive queries; tier W beside it" if runtime.uses_dither else "deterministic, any query"
+    claim = (
+        "probabilistic, non-adaptive queries; tier W beside it" if runtime.uses_dither else "deterministic, any query"
+    )
     lines = [
-        f"WitCert meters this server: {status['quantizer']} written into a {status['pool_dtype']} pool, {geometry.backend}",
-        f"  cells a metered row : {cells} ({len(metered)} of {len(geometry.layers)} layers x {geometry.num_qo_heads} query heads)",
+        f"WitCert meters this server: {status['quantizer']} in a {status['pool_dtype']} pool, {geometry.backend}",
+        f"  cells a metered row : {cells} ({len(metered)} of {len(geometry.layers)} layers "
+        f"x {geometry.num_qo_heads} query heads)",
         f"  tier                : {status['tier']} ({claim})",
-        f"  rows                : every {ordinal(policy.meter.stride)} decode row of a request, the last row of a chunk "
+        f"  rows                : every {ordinal(policy.meter.stride)} decode row of a request, the last of a chunk "
         f"that reads the cache and every {ordinal(policy.meter.stride)} before it, at most {policy.meter.max_rows}",
         f"  audited             : {audited(policy.meter.audit_every)}",
         f"  prefill reads       : {policy.prefill_reads}",

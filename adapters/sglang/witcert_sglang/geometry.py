@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from witcert_core.rotary import RotarySpec
 
 

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
 from witcert_core.bands import band_map
 from witcert_core.errors import WitCertError
 from witcert_core.policy import Policy, load_policy
 from witcert_core.quantizers.base import Quantizer
+from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.report.prometheus import Metrics
 from witcert_core.rotary import RotarySpec
-
 from witcert_sglang import support
 from witcert_sglang.backend import metered_factory
 from witcert_sglang.banner import banner
@@ -46,7 +47,13 @@ class Installation:
         every = [
             Hook(_CELL_SIZE, "after", self.after_cell_size, "every", ("self", "kvc", "num_layers")),
             Hook(f"{_MODEL_RUNNER}.forward", "around", self.around_forward, "every", ("self", "forward_batch")),
-            Hook(f"{_MODEL_RUNNER}.sample", "after", self.after_sample, "every", ("self", "logits_output", "forward_batch")),
+            Hook(
+                f"{_MODEL_RUNNER}.sample",
+                "after",
+                self.after_sample,
+                "every",
+                ("self", "logits_output", "forward_batch"),
+            ),
             Hook(
                 f"{_MODEL_RUNNER}.compute_logprobs_only",
                 "after",
@@ -75,12 +82,15 @@ class Installation:
 
         args = resolved_view(server_args)
         refuse_on_error(support.check_server, args)
-        refuse_on_error(support.check_model, model_config(server_args), args.attention_backend)
+        config = model_config(server_args)
+        refuse_on_error(support.check_model, config, args.attention_backend)
+        refuse_on_error(check_quantizer, self.quantizer, config.head_dim)
         refuse_on_error(support.check_port, args.host, args.port)
 
     def after_launch(self, result: Any, *_args: Any, **_kwargs: Any) -> None:
         """The scheduler must have said that it is metered; a server that is not is stopped here."""
         from sglang.srt.utils.common import kill_process_tree
+
         from witcert_sglang import http
 
         infos = result[3].scheduler_infos
@@ -107,7 +117,9 @@ class Installation:
         """Count the witnesses and row ids as bytes of a token, so that they are taken off the capacity."""
         return result + side_bytes_per_token(self.quantizer, kvc, num_layers)
 
-    def around_forward(self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def around_forward(
+        self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if self.runtime is None:
             return original(runner, forward_batch, *args, **kwargs)
         return self.runtime.around_forward(original, runner, forward_batch, *args, **kwargs)
@@ -193,4 +205,3 @@ def install(policy_path: str) -> None:
     for name in support.BACKENDS:
         ATTENTION_BACKENDS[name] = metered_factory(ATTENTION_BACKENDS[name], installation.make_runtime)
     register(installation.hooks())
-

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from witcert_core.meter import CellBatch
 
+from witcert_core.meter import CellBatch
 from witcert_sglang.rows import MeteredRow
 
 if TYPE_CHECKING:

@@ -83,7 +83,9 @@ class RowPlanner:
         picked: list[MeteredRow] = []
         unmetered: Counter[tuple[int, str]] = Counter()
         token = 0
-        for index, (rid, seq_len, new) in enumerate(zip(rids, batch.seq_lens.tolist(), self._new_tokens(batch), strict=False)):
+        for index, (rid, seq_len, new) in enumerate(
+            zip(rids, batch.seq_lens.tolist(), self._new_tokens(batch), strict=False)
+        ):
             prefix = seq_len - new
             counts = self.request(rid)
             is_decode_row = new == 1 and prefix > 0

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
+
 from witcert_core.bands import band_map
 from witcert_core.budget import Budget
 from witcert_core.dither import DitherKey
@@ -20,9 +21,7 @@ from witcert_core.quantizers.base import DitheredQuantizer, Encoded, QuantContex
 from witcert_core.report.jsonl import JsonlWriter
 from witcert_core.report.prometheus import Metrics
 from witcert_core.report.summary import RequestLedger
-from witcert_core.rotary import RotarySpec
 from witcert_core.store import SlotStore
-
 from witcert_sglang.geometry import Geometry
 from witcert_sglang.results import StepCells
 from witcert_sglang.rows import RowPlan, RowPlanner
@@ -33,7 +32,9 @@ LAST_ROW_ID = 2**32 - 1
 class Runtime:
     """State of the metered scheduler process; built when the attention backend is, once the pool exists."""
 
-    def __init__(self, policy: Policy, quantizer: Quantizer, geometry: Geometry, pool: Any, metrics: Metrics | None) -> None:
+    def __init__(
+        self, policy: Policy, quantizer: Quantizer, geometry: Geometry, pool: Any, metrics: Metrics | None
+    ) -> None:
         self.policy = policy
         self.quantizer = quantizer
         self.geometry = geometry
@@ -77,7 +78,7 @@ class Runtime:
             jsonl=JsonlWriter(policy.report.jsonl) if policy.report.jsonl else None,
             metrics=metrics,
         )
-        # The nonce makes the rows of two runs differ; nothing about it has to be remembered, the codes die with the pool.
+        # The nonce makes the rows of two runs differ; it need not be remembered, the codes die with the pool.
         self.dither_key = DitherKey(seed=0, nonce=secrets.randbits(63), dp_rank=0)
         self.row_ids = torch.zeros(geometry.num_slots, dtype=torch.int64)  # row 0: never written
         self.passes = 0
@@ -87,7 +88,9 @@ class Runtime:
 
     # One forward pass -------------------------------------------------------------------------------------------
 
-    def around_forward(self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def around_forward(
+        self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Wraps `ModelRunner.forward`: plans the rows, lets the pass run, sends the cells along with its logits."""
         if forward_batch.forward_mode.is_idle() or not forward_batch.rids:
             return original(runner, forward_batch, *args, **kwargs)
@@ -171,14 +174,16 @@ class Runtime:
         )
         positions = forward_batch.positions
         results: list[tuple[Tensor, Encoded | None]] = []
-        for kind, exact in (("k", k), ("v", v)):
+        for kind, given in (("k", k), ("v", v)):
+            # A copy: a quantizer that wrote into its input would be measured against its own result.
+            exact = given.to(torch.float32, copy=True)
             ctx = context if kind == "k" else replace(context, head_dim=self.geometry.v_head_dim)
             if isinstance(self.quantizer, DitheredQuantizer):
-                codes = self.quantizer.encode(exact.float(), kind=kind, layer=layer_id, positions=positions, ctx=ctx)  # type: ignore[arg-type]
-                results.append((codes.values.to(exact.dtype), codes))
+                codes = self.quantizer.encode(exact, kind=kind, layer=layer_id, positions=positions, ctx=ctx)  # type: ignore[arg-type]
+                results.append((codes.values.to(given.dtype), codes))
             else:
-                fake = self.quantizer.fake_quantize(exact.float(), kind=kind, layer=layer_id, positions=positions, ctx=ctx)  # type: ignore[arg-type]
-                results.append((fake.to(exact.dtype), None))
+                fake = self.quantizer.fake_quantize(exact, kind=kind, layer=layer_id, positions=positions, ctx=ctx)  # type: ignore[arg-type]
+                results.append((fake.to(given.dtype), None))
         (quantized_k, codes_k), (quantized_v, codes_v) = results
         return quantized_k, quantized_v, codes_k, codes_v
 
@@ -255,5 +260,3 @@ class Runtime:
             "bytes_witness": self.store.nbytes + self.row_ids.nbytes,
             "bytes_audit_copies": self.store.exact_nbytes,
         }
-
-

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
+
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
