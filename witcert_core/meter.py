@@ -5,6 +5,7 @@ Reference path, float64, one row at a time. The kernels produce the same accumul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -109,17 +110,16 @@ def measure(
     Raises:
         InputError: shapes that do not fit, a row that sees nothing, an unknown form, an audit without keys.
     """
-    _check(q, k_cache, v_cache, kv_indptr, delta_loc, form, exact_k, audit_rows)
+    _check(q, k_cache, v_cache, kv_indptr, kv_indices, delta_loc, form, exact_k, audit_rows)
     bounds = kv_indptr.tolist()
     num_rows, heads = q.shape[0], q.shape[1]
-    device = q.device
+    device, has_sink = q.device, sinks is not None
     acc = torch.empty(num_rows, heads, NUM_ACC_FIELDS, dtype=torch.float64, device=device)
-    value = torch.empty(num_rows, heads, dtype=torch.float64, device=device)
-    which = torch.empty(num_rows, heads, dtype=torch.int64, device=device)
-    out, norm = torch.empty_like(value), torch.empty_like(value)
+    extra = torch.zeros(num_rows, heads, dtype=torch.float64, device=device)
+    norm, swept = torch.empty_like(extra), torch.empty_like(extra)
     visible = torch.empty(num_rows, dtype=torch.int64, device=device)
     audited = audit_rows.tolist() if audit_rows is not None else [False] * num_rows
-    truth = torch.full_like(value, float("nan")) if any(audited) else None
+    truth = torch.full_like(extra, float("nan")) if any(audited) else None
     scale = abs(sm_scale)
 
     for r in range(num_rows):
@@ -137,33 +137,35 @@ def measure(
             omega = omega + CAST_16BIT
         if fused:
             c = c + omega
+        else:
+            extra[r] = torch.tanh(0.5 * omega.amax(dim=-1))
         acc[r] = accumulate(logits, c, v, radii.value_radius(slots), sinks)
-        tv, which[r] = _bound(form, acc[r], logits, c, sinks)
-        # Fused weights differ from the bounded ones only in the sink, which carries no radius of its own.
-        sink_error = torch.full_like(tv, 0.0 if sinks is None else SOFTMAX_FP32)
-        extra = torch.tanh(0.5 * (sink_error if fused else omega.amax(dim=-1)))
-        value[r] = (tv + extra).clamp(max=1.0)
-        weights = softmax_with_sink(logits, sinks)[:, : slots.numel()]
-        norm[r] = _output_norm(weights, v)
-        out[r] = output_bound(acc[r], tv, norm[r], has_sink=sinks is not None, extra_tv=extra)
+        weights = softmax_with_sink(logits, sinks)
+        norm[r] = _output_norm(weights[:, : slots.numel()], v)
+        if form == "extremal":
+            swept[r] = extremal.bound(weights, torch.nn.functional.pad(c, (0, int(has_sink))))
         if truth is not None and audited[r] and exact_k is not None:
             truth[r] = _audit(q[r], k, exact_k[slots], sm_scale, logits_soft_cap, sinks)
 
-    spent = torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=device)
-    return CellBatch(acc, value, which, acc[..., AccField.LOG_A].clone(), out, norm, visible, truth, spent)
-
-
-def _bound(form: str, acc: Tensor, logits: Tensor, c: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Clipped bound and form index, both ``[H]``."""
+    if fused and has_sink:
+        # The sink carries no radius of its own, but its exponential is computed in fp32 like the others.
+        extra += math.tanh(0.5 * SOFTMAX_FP32)
     if form == "auto":
-        return meter(acc)
-    if form == "extremal":
-        weights = softmax_with_sink(logits, sinks)
-        padded = torch.nn.functional.pad(c, (0, weights.shape[-1] - c.shape[-1]))
-        value = extremal.bound(weights, padded)
+        tv, which = meter(acc)
     else:
-        value = FORMS[form](acc)
-    return value.clamp(max=1.0), torch.full_like(value, FORM_NAMES.index(form), dtype=torch.int64)
+        tv = (swept if form == "extremal" else FORMS[form](acc)).clamp(max=1.0)
+        which = torch.full_like(tv, FORM_NAMES.index(form), dtype=torch.int64)
+    return CellBatch(
+        acc=acc,
+        meter=(tv + extra).clamp(max=1.0),
+        form=which,
+        log_a=acc[..., AccField.LOG_A].clone(),
+        out_bound=output_bound(acc, tv, norm, has_sink, extra),
+        out_norm=norm,
+        num_visible=visible,
+        tv_audit=truth,
+        delta_loc=torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=device),
+    )
 
 
 def _output_norm(weights: Tensor, v: Tensor) -> Tensor:
@@ -188,6 +190,7 @@ def _check(
     k_cache: Tensor,
     v_cache: Tensor,
     kv_indptr: Tensor,
+    kv_indices: Tensor,
     delta_loc: Sequence[float],
     form: str,
     exact_k: Tensor | None,
@@ -208,6 +211,20 @@ def _check(
         raise InputError(
             f"{q.shape[0]} rows need kv_indptr of {q.shape[0] + 1} and delta_loc of {q.shape[0]} entries, "
             f"not {kv_indptr.numel()} and {len(delta_loc)}"
+        )
+    if (
+        bool((kv_indptr.diff() < 0).any())
+        or not 0 <= int(kv_indptr[0]) <= int(kv_indptr[-1]) <= kv_indices.numel()
+    ):
+        raise InputError(
+            f"kv_indptr runs from {int(kv_indptr[0])} to {int(kv_indptr[-1])} over {kv_indices.numel()} indices; "
+            "it must rise from at least 0 to at most their number"
+        )
+    used = kv_indices[int(kv_indptr[0]) : int(kv_indptr[-1])]
+    if bool(((used < 0) | (used >= k_cache.shape[0])).any()):
+        raise InputError(
+            f"kv_indices run from {int(used.min())} to {int(used.max())}; "
+            f"the cache has slots 0..{k_cache.shape[0] - 1}"
         )
     if form != "auto" and form not in FORM_NAMES:
         raise InputError(f"form is {form!r}; allowed are auto, {', '.join(FORM_NAMES)}")

@@ -123,9 +123,10 @@ def _contract(per_query: Tensor, per_token: Tensor, sm_scale: float) -> Tensor:
     if not math.isfinite(sm_scale):
         raise InputError(f"sm_scale is {sm_scale}; it must be finite")
     grouped = per_query.reshape(kv_heads, heads // kv_heads, -1)
-    token_unknown = ~per_token.isfinite().all(dim=-1)
-    query_unknown = ~grouped.isfinite().all(dim=-1)
-    total = torch.einsum("kgb,skb->kgs", grouped, torch.where(per_token.isfinite(), per_token, 0.0))
+    # All terms are non-negative, so their sum is finite only if each is.
+    token_unknown = ~per_token.sum(dim=-1).isfinite()
+    query_unknown = ~grouped.sum(dim=-1).isfinite()
+    total = torch.einsum("kgb,skb->kgs", grouped, per_token)
     unknown = token_unknown.T[:, None, :] | query_unknown[:, :, None]
     total = torch.where(unknown, float("inf"), total * (abs(sm_scale) * _UP))
     return total.reshape(heads, -1)

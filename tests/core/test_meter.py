@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 import torch
@@ -253,10 +254,14 @@ def test_a_token_beyond_any_bound_is_told_by_log_a():
         ({"kv_indptr": torch.tensor([0, 1])}, "kv_indptr of 5"),
         ({"kv_indptr": torch.tensor([0, 3, 3, 4, 5])}, "row 1 sees no token"),
         ({"exact_k": None}, "exact_k is missing"),
+        ({"kv_indptr": torch.tensor([0, 3, 2, 4, 5])}, "must rise"),
+        ({"kv_indptr": torch.tensor([0, 3, 4, 5, 999])}, "over 222 indices"),
+        ({"kv_indices": torch.full((222,), -1)}, "slots 0..149"),
+        ({"kv_indices": torch.full((222,), 150)}, "slots 0..149"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=re.escape(message)):
         run(Store("witness"), **change)
 
 
