@@ -74,7 +74,7 @@ class Tally:
             seen = f"every cell was certified to move attention by at most {self.tau:g} (worst bound {self.worst:.3f})"
         else:
             seen = (
-                f"{1 - share:.0%} of the cells could not be certified at {self.tau:g} "
+                f"{1 - share:.1%} of the cells could not be certified at {self.tau:g} "
                 f"(worst bound {self.worst:.2f}, true movement up to {self.tv_max:.2f})"
             )
         return f"{self.name}: {seen}; {answers}."
