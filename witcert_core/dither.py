@@ -93,6 +93,14 @@ def rows(key: DitherKey, row_ids: Tensor, layer: int, head_ids: Sequence[int], h
     The counter is ``(row id, layer, head, channel // 16)``; byte ``channel % 16`` of its 16 little-endian
     output bytes is ``j``.
     """
+    for name, value in (("layer", layer), *(("head id", x) for x in head_ids)):
+        if not 0 <= value <= _WORD:
+            raise InputError(f"{name} is {value}; it must be a uint32 counter word")
+    if row_ids.numel() and not 0 <= int(row_ids.min()) <= int(row_ids.max()) <= MAX_ROW_ID:
+        raise InputError(
+            f"row ids run from {int(row_ids.min())} to {int(row_ids.max())}; "
+            f"beyond 0..{MAX_ROW_ID} a row would repeat, so refuse the write"
+        )
     device = row_ids.device
     blocks = -(-head_dim // 16)
     ids = row_ids.to(torch.int64).reshape(-1, 1, 1)

@@ -233,3 +233,11 @@ def test_zero_keys_are_exact():
     stored = dither.dequantize_int8(codes, scales, u)
     assert not bool(stored.any())
     assert dither.decode_group_witness(dither.group_witness_codes(x, stored, scales), scales).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("row", "layer", "head"), [(2**32, 0, 0), (-1, 0, 0), (1, -1, 0), (1, 2**32, 0), (1, 0, -1)]
+)
+def test_counters_that_would_wrap_are_refused(row, layer, head):
+    with pytest.raises(InputError, match=r"row ids|layer|head id"):
+        dither.rows(KEY, torch.tensor([row]), layer, [head], 32)
