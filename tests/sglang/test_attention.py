@@ -33,7 +33,13 @@ SCALE = D**-0.5
 class Engine:
     """A pool, a metered backend and two attention layers, driven pass by pass."""
 
-    def __init__(self, quantizer: str, dtype: torch.dtype = torch.float32, **sections: Any) -> None:
+    def __init__(
+        self,
+        quantizer: str,
+        dtype: torch.dtype = torch.float32,
+        model_dtype: torch.dtype | None = None,
+        **sections: Any,
+    ) -> None:
         torch.manual_seed(0)
         meter = {"stride": 1, "audit_every": 1, "max_rows": 64, **sections.pop("meter", {})}
         chosen = {"name": quantizer, "layers": sections.pop("quantized_layers", None)}
@@ -59,6 +65,7 @@ class Engine:
         self.backend.witcert_runtime = self.runtime
         self.layers = [RadixAttention(HQ, D, SCALE, num_kv_heads=HKV, layer_id=i) for i in range(LAYERS)]
         self.dtype = dtype
+        self.model_dtype = model_dtype or dtype
         self.rows = self.requests.alloc_rows(2)
         free = torch.randperm(SLOTS)[: 2 * 60] + 1
         for i, row in enumerate(self.rows):
@@ -97,7 +104,7 @@ class Engine:
                 q, k, v = (torch.randn(total, h * D) * 2 for h in (HQ, HKV, HKV))
                 self.remember(number, k, v, prefix, new)
                 queries.append(q.view(total, HQ, D))
-                out = layer(q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), forward_batch)
+                out = layer(*(x.to(self.model_dtype) for x in (q, k, v)), forward_batch)
                 outputs.append(out.float().view(total, HQ, D))
             return SimpleNamespace(logits_output=SimpleNamespace())
 
@@ -153,6 +160,22 @@ def test_decode_is_bounded(name: str, dtype: torch.dtype) -> None:
             else:
                 assert not torch.equal(k, exact_k)
                 assert not torch.equal(v, exact_v)
+
+
+@pytest.mark.parametrize("name", ["int4_token_group", "int8_dither", "int8_dither_w"])
+def test_rounding_to_the_pools_dtype_is_no_part_of_the_error(name: str) -> None:
+    """A pool narrower than the model: dithering the wider key would leave that rounding in no radius."""
+    engine = Engine(name, torch.bfloat16, model_dtype=torch.float32)
+    engine.step([7, 31], ForwardMode.EXTEND)
+    for i, count in enumerate(engine.lens):
+        slots = engine.requests.req_to_token[engine.rows[i], :count].long()
+        k, _ = engine.stored(0, i, count)
+        error = (k.double() - engine.exact[0]["k"][i, :count].double()).abs()
+        for channel in range(D):
+            q = torch.zeros(HQ, D, dtype=torch.float64)
+            q[:, channel] = 1.0
+            radius = engine.runtime.store[0].key_radius(q, slots, 1.0, 0.0)
+            assert (error[:, :, channel].T.repeat_interleave(HQ // HKV, 0) <= radius).all()
 
 
 def test_chunk_exact_reads_its_own_keys_exactly_and_leaves_quantized_ones() -> None:

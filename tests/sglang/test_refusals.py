@@ -176,6 +176,7 @@ def model_config(**changes: object) -> SimpleNamespace:
         "hf_config": SimpleNamespace(architectures=["M"]),
         "hf_text_config": text,
         "attention_arch": AttentionArch.MHA,
+        "dtype": torch.float32,
     }
     return SimpleNamespace(**{**fields, "head_dim": 64, "v_head_dim": 64, **changes})
 
@@ -192,6 +193,12 @@ def test_models_refused_by_name() -> None:
     ):
         with pytest.raises(UnsupportedError, match=named):
             support.check_model(model_config(**changes), "torch_native")
+
+
+def test_a_pool_narrower_than_the_model_is_refused() -> None:
+    support.check_model(model_config(dtype=torch.bfloat16), "triton", "bf16")
+    with pytest.raises(UnsupportedError, match="bf16 under a float32 model"):
+        support.check_model(model_config(), "triton", "bf16")
 
 
 def test_pools_refused_by_name() -> None:

@@ -107,9 +107,9 @@ class Runtime:
         return output
 
     def _begin(self, runner: Any, forward_batch: Any) -> None:
-        if self.passes >= LAST_ROW_ID:
+        if self.passes >= LAST_ROW_ID - 1:
             raise UnsupportedError(
-                f"{LAST_ROW_ID} forward passes are done and every dither row id is used; restart the server"
+                f"{self.passes} forward passes are done and every dither row id is used; restart the server"
             )
         self.passes += 1
         self.row_ids[forward_batch.out_cache_loc] = self.passes
@@ -141,8 +141,11 @@ class Runtime:
                 f"layer {layer_id} attends without writing its keys through the pool (a fused write or shared KV): "
                 "what is stored cannot be metered; unset WITCERT_POLICY for this model"
             )
-        exact_k = k.reshape(-1, self.geometry.num_kv_heads, self.geometry.head_dim)
-        exact_v = v.reshape(-1, self.geometry.num_kv_heads, self.geometry.v_head_dim)
+        # Exact is what a plain pool would have held: rounding to its dtype is not the quantizer's doing, and must
+        # come first, or the dither's radius would miss it.
+        dtype = self.geometry.pool_dtype
+        exact_k = k.reshape(-1, self.geometry.num_kv_heads, self.geometry.head_dim).to(dtype)
+        exact_v = v.reshape(-1, self.geometry.num_kv_heads, self.geometry.v_head_dim).to(dtype)
         slots = forward_batch.out_cache_loc
         if is_decode or self.policy.prefill_reads == "stored":
             written_k, written_v, codes_k, codes_v = self._quantize(layer_id, exact_k, exact_v, forward_batch)
@@ -190,12 +193,11 @@ class Runtime:
     def _account(
         self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor, codes_k: Encoded | None, codes_v: Encoded | None
     ) -> None:
-        dtype = self.geometry.pool_dtype
         self.store.write(
             layer_id,
             slots,
-            exact_k=k.to(dtype),
-            exact_v=v.to(dtype),
+            exact_k=k,
+            exact_v=v,
             stored_k=self.pool.get_key_buffer(layer_id)[slots],
             stored_v=self.pool.get_value_buffer(layer_id)[slots],
             encoded_k=codes_k,

@@ -108,12 +108,17 @@ def check_port(host: str, port: int) -> None:
             raise UnsupportedError(f"--port {port} on {host}: {error.strerror}; choose another --port") from error
 
 
-def check_model(config: Any, backend: str) -> None:
+def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto") -> None:
     """Raise UnsupportedError for an architecture or head size the meter has no radii for."""
     name = (getattr(config.hf_config, "architectures", None) or ["this model"])[0]
     if config.attention_arch.name == "MLA":
         raise UnsupportedError(
             f"{name} uses multi-head latent attention (MLA): its cache holds latents, for which there is no witness yet"
+        )
+    if kv_cache_dtype in ("bf16", "bfloat16") and config.dtype != torch.bfloat16:
+        raise UnsupportedError(
+            f"--kv-cache-dtype {kv_cache_dtype} under a {str(config.dtype).removeprefix('torch.')} model: the pool would "
+            "round before the quantizer does; use --kv-cache-dtype auto or --dtype bfloat16"
         )
     if config.head_dim not in HEAD_DIMS:
         raise UnsupportedError(
