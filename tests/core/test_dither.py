@@ -217,6 +217,14 @@ def test_group_witness_bounds_the_residual_and_is_tight(dim):
     assert bool((bound <= norm + 1.01 * scales.double() * 32**0.5 / 510).all())
 
 
+def test_group_witness_holds_the_fp32_rounding_of_half_a_step_in_every_channel():
+    scales = torch.rand(50, 1, 1).half()
+    residual = (0.5 * (1 + 2.0**-15) * scales.double()).expand(50, 1, 32)
+    codes = dither.group_witness_codes(torch.zeros_like(residual), residual, scales)
+    assert codes.unique().tolist() == [255]
+    assert bool((dither.decode_group_witness(codes, scales)[..., 0] >= residual.norm(dim=-1)).all())
+
+
 def test_group_witness_refuses_what_it_cannot_hold():
     x = torch.ones(1, 1, 32)
     scales = torch.full((1, 1, 1), 0.01, dtype=torch.float16)

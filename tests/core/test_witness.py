@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -72,6 +73,19 @@ def test_codes_bound_the_band_norms_of_what_is_stored(dtype):
     residual = stored.double() - exact.double()
     assert bool((decode_norm(witness_codes(exact, stored, bands)) >= bands.norms(residual)).all())
     assert bool((decode_norm(value_codes(exact, stored)) >= residual.norm(dim=-1)).all())
+
+
+def test_a_norm_that_rounded_down_onto_a_level_gets_the_next_code():
+    gen = torch.Generator().manual_seed(0)
+    x = torch.nn.functional.normalize(torch.randn(2000, 1, 80, generator=gen, dtype=torch.float64), dim=-1)
+    seen = 0
+    for vector in x[:, 0]:
+        exact = sum(Fraction(value) ** 2 for value in vector.tolist())
+        if vector.norm() == 1.0 and exact > 1:
+            seen += 1
+            level = decode_norm(value_codes(torch.zeros_like(vector)[None, None], vector[None, None]))
+            assert Fraction(level.item()) ** 2 >= exact
+    assert seen > 20
 
 
 def test_an_exact_copy_costs_nothing_and_an_unknown_one_everything():
