@@ -13,14 +13,10 @@ import torch
 from torch import Tensor
 
 from witcert_core.bounds import FORM_NAMES
+from witcert_core.cells import Terms, bounds_of, kernel_radius, stack_terms, sum_terms
 from witcert_core.errors import InputError
 from witcert_core.layout import AccField
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
-
-SOFTMAX_FP32 = 2.0**-20
-"""Logit error that stands for exponentials, their fp32 sum and the division by it."""
-SOFTCAP_FP32 = 2.0**-21
-"""Error of ``cap * tanh(z / cap)`` in fp32, as a share of the cap."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from witcert_demo.servers import server_environment
 from witcert_sglang import support
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import parse_policy
 
 pytestmark = pytest.mark.sglang
 NONE = {"quantizer": {"name": "none"}}
@@ -204,12 +203,6 @@ def test_a_pool_narrower_than_the_model_is_refused() -> None:
 def test_pools_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="SimpleNamespace"):
         support.check_pool(SimpleNamespace(kv_cache_layout="nhd", dtype=torch.float32))
-
-
-def test_gates_that_repair_are_refused() -> None:
-    policy = parse_policy({"version": 1, **NONE, "gate": {"kind": "combined"}})
-    with pytest.raises(UnsupportedError, match=r"gate\.kind"):
-        support.check_policy(policy, policy.build_quantizer())
 
 
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

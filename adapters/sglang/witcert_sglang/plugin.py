@@ -200,7 +200,7 @@ def install(policy_path: str) -> None:
     support.check_version()
     policy = load_policy(policy_path)
     quantizer = policy.build_quantizer()
-    support.check_policy(policy, quantizer)
+    support.check_quantizer_kind(quantizer)
     installation = Installation(policy, quantizer)
     for name in support.BACKENDS:
         ATTENTION_BACKENDS[name] = metered_factory(ATTENTION_BACKENDS[name], installation.make_runtime)
