@@ -49,6 +49,7 @@ def test_philox_known_answers(counter, key, words):
 word = st.integers(0, 2**32 - 1)
 
 
+@settings(deadline=None)
 @given(st.tuples(word, word, word, word), st.tuples(word, word))
 def test_philox_against_integers(counter, key):
     assert philox(counter, key) == philox_in_integers(counter, key)
@@ -103,7 +104,7 @@ def smallest_half_scale(amax):
     return math.inf if index == every.numel() else every[index].item()
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     st.one_of(
         st.floats(0, 2.0**24, width=32),

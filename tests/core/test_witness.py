@@ -3,7 +3,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from witcert_core.bands import band_map
@@ -52,6 +52,7 @@ def test_double_subnormals_are_not_zero():
     assert encode(5e-324) == 1
 
 
+@settings(deadline=None)
 @given(st.floats(min_value=0, allow_nan=False))
 def test_decoding_never_falls_below(norm):
     level = decode_norm(encode_norm_up(torch.tensor([norm], dtype=torch.float64)))
@@ -59,6 +60,7 @@ def test_decoding_never_falls_below(norm):
     assert level.float().item() >= norm
 
 
+@settings(deadline=None)
 @given(st.floats(min_value=2.0**-19, max_value=3000.0))
 def test_rounding_up_costs_at_most_nine_percent(norm):
     level = decode_norm(encode_norm_up(torch.tensor([norm], dtype=torch.float64))).item()
