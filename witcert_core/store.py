@@ -18,6 +18,7 @@ from torch import Tensor
 from witcert_core.bands import BandMap
 from witcert_core.dither import group_witness_codes
 from witcert_core.errors import UnsupportedError
+from witcert_core.packed import half_step_radius
 from witcert_core.quantizers.base import Encoded, Quantizer
 from witcert_core.radii import radius_dither, radius_group_witness, radius_witness
 from witcert_core.witness import decode_norm, encode_norm_up, value_codes, witness_codes
@@ -28,17 +29,12 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 def dithered_value_radius(encoded: Encoded, stored: Tensor) -> Tensor:
-    """rho [N, Hkv] float64 that the scales alone promise: (1 + 2^-13) sqrt(sum_g n_g s_g^2) / 2, plus storage rounding.
+    """rho [N, Hkv] float64: what the scales alone promise, plus the storage rounding.
 
-    n_g channels in group g. The packed layout keeps no norm of V's residual, so neither does its stand-in here.
+    The packed layout keeps no norm of V's residual, so neither does its stand-in here.
     """
-    head_dim = encoded.values.shape[-1]
-    num_groups = encoded.scales.shape[-1]
-    sizes = torch.full((num_groups,), 32.0, dtype=torch.float64)
-    sizes[-1] = head_dim - 32 * (num_groups - 1)
-    half_steps = (sizes * encoded.scales.double().square()).sum(-1).sqrt() / 2
     rounding = (stored.double() - encoded.values.double()).square().sum(-1).sqrt()
-    return half_steps * (1 + 2.0**-13) + rounding
+    return half_step_radius(encoded.scales, encoded.values.shape[-1]) + rounding
 
 
 @dataclass

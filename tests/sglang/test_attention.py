@@ -19,6 +19,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from torch import Tensor
 from witcert_sglang.backend import metered
 from witcert_sglang.geometry import Geometry
+from witcert_sglang.packed import PackedMethod
 from witcert_sglang.results import StepCells
 from witcert_sglang.runtime import Runtime
 
@@ -44,10 +45,13 @@ class Engine:
     ) -> None:
         torch.manual_seed(0)
         meter = {"stride": 1, "audit_every": 1, "max_rows": 64, **sections.pop("meter", {})}
-        chosen = {"name": quantizer, "layers": sections.pop("quantized_layers", None)}
+        storage = sections.pop("storage", "simulated")
+        chosen = {"name": quantizer, "layers": sections.pop("quantized_layers", None), "storage": storage}
         policy = parse_policy({"version": 1, "quantizer": chosen, "meter": meter, **sections})
         self.requests = ReqToTokenPool(size=4, max_context_len=128, device="cpu", enable_memory_saver=False)
-        self.pool = MHATokenToKVPool(SLOTS, 1, dtype, HKV, D, LAYERS, "cpu", False)
+        method = PackedMethod(quantizer == "int8_dither_w") if storage == "packed" else None
+        pool_dtype = torch.int8 if storage == "packed" else dtype
+        self.pool = MHATokenToKVPool(SLOTS, 1, pool_dtype, HKV, D, LAYERS, "cpu", False, quant_method=method)
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.requests, token_to_kv_pool=self.pool)
         geometry = Geometry(
             backend="test",
@@ -124,6 +128,8 @@ class Engine:
     def stored(self, layer: int, request: int, count: int) -> tuple[Tensor, Tensor]:
         """What the pool holds for the first `count` tokens of a request."""
         slots = self.requests.req_to_token[self.rows[request], :count].long()
+        if self.pool.dtype == torch.int8:
+            return self.runtime.cache.cache.read(layer, slots)
         return self.pool.get_key_buffer(layer)[slots].float(), self.pool.get_value_buffer(layer)[slots].float()
 
 
@@ -176,7 +182,7 @@ def test_rounding_to_the_pools_dtype_is_no_part_of_the_error(name: str) -> None:
         for channel in range(D):
             q = torch.zeros(HQ, D, dtype=torch.float64)
             q[:, channel] = 1.0
-            radius = engine.runtime.store[0].key_radius(q, slots, 1.0, 0.0)
+            radius = engine.runtime.cache.store[0].key_radius(q, slots, 1.0, 0.0)
             assert (error[:, :, channel].T.repeat_interleave(HQ // HKV, 0) <= radius).all()
 
 
@@ -239,11 +245,11 @@ def test_decode_rows_inside_a_mixed_chunk_are_metered() -> None:
 def test_a_reused_slot_forgets_its_former_token() -> None:
     engine = Engine("fp8_e4m3_cast")
     engine.step([5, 9], ForwardMode.EXTEND)
-    before = engine.runtime.store[0].witness.clone()
+    before = engine.runtime.cache.store[0].witness.clone()
     engine.lens = [0, 0]
     engine.step([5, 9], ForwardMode.EXTEND)
     slots = engine.requests.req_to_token[engine.rows[0], :5].long()
-    assert not torch.equal(engine.runtime.store[0].witness[slots], before[slots])
+    assert not torch.equal(engine.runtime.cache.store[0].witness[slots], before[slots])
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
     assert (step.layers[0].tv_audit <= step.layers[0].meter).all()
 
@@ -252,7 +258,7 @@ def test_a_slot_written_behind_the_meter_is_unknown() -> None:
     engine = Engine("int8_token_group")
     engine.step([5, 9], ForwardMode.EXTEND)
     stranger = engine.requests.req_to_token[engine.rows[0], 2:3].long()
-    engine.runtime.store.mark_unknown(0, stranger)
+    engine.runtime.cache.store.mark_unknown(0, stranger)
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
     assert (step.layers[0].meter[0] == 1).all()
     assert (step.layers[0].meter[1] < 1).all()
@@ -410,3 +416,48 @@ def test_gated_measurements_equal_ungated_ones_where_nothing_was_repaired() -> N
         for name in ("meter", "log_a", "out_bound", "out_norm", "tv_audit"):
             a, b = getattr(ours.layers[layer], name), getattr(theirs.layers[layer], name)
             assert torch.allclose(a, b, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("name", ["int8_dither", "int8_dither_w"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("reads", ["chunk_exact", "stored"])
+def test_the_packed_pool_is_read_and_bounded(name: str, dtype: torch.dtype, reads: str) -> None:
+    engine = Engine(name, dtype, storage="packed", prefill_reads=reads)
+    engine.step([7, 31], ForwardMode.EXTEND)
+    engine.step([5, 2], ForwardMode.EXTEND)
+    step, queries, outputs = engine.step([1, 1], ForwardMode.DECODE)
+    assert engine.pool.k_buffer[0].dtype == torch.int8
+    width = 2 * (D + 2 * 2) + (2 if name == "int8_dither_w" else 0)
+    assert engine.runtime.cache.cache.nbytes == LAYERS * HKV * (SLOTS + 1) * width
+    for layer in range(LAYERS):
+        cells = step.layers[layer]
+        for i, count in enumerate(engine.lens):
+            q = queries[layer][i].to(dtype).float()
+            out, compressed = attention(q, *engine.stored(layer, i, count))
+            exact_out, exact = attention(q, *(engine.exact[layer][kind][i, :count] for kind in "kv"))
+            assert torch.allclose(outputs[layer][i].double(), out, atol=2e-2 if dtype == torch.bfloat16 else 1e-4)
+            assert ((exact - compressed).abs().sum(-1) / 2 <= cells.meter[i]).all()
+            assert ((exact_out - out).norm(dim=-1) <= cells.out_bound[i]).all()
+            assert (cells.tv_audit[i] <= cells.meter[i]).all()
+            assert (cells.meter[i] < 0.5).all()
+        assert (step.witness_layers[layer].meter >= cells.meter).all()
+
+
+def test_a_packed_chunk_reads_itself_exactly() -> None:
+    engine = Engine("int8_dither", storage="packed")
+    engine.step([5, 9], ForwardMode.EXTEND)
+    _, queries, outputs = engine.step([4, 3], ForwardMode.EXTEND)
+    token = 0
+    for i, (old, new) in enumerate(((5, 4), (9, 3))):
+        k, v = engine.stored(1, i, old)
+        for offset in range(new):
+            own_k, own_v = (engine.exact[1][kind][i, old : old + offset + 1] for kind in "kv")
+            out, _ = attention(queries[1][token], torch.cat([k, own_k]), torch.cat([v, own_v]))
+            assert torch.allclose(outputs[1][token].double(), out, atol=1e-4)
+            token += 1
+
+
+def test_a_write_past_the_packed_backend_is_an_error() -> None:
+    engine = Engine("int8_dither", storage="packed")
+    with pytest.raises(NotImplementedError, match="unmetered"):
+        engine.pool.set_kv_buffer(engine.layers[0], torch.tensor([3]), torch.zeros(1, HKV, D), torch.zeros(1, HKV, D))

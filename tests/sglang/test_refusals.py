@@ -169,6 +169,15 @@ def test_options_refused_by_name(option: str, value: object, named: str) -> None
         support.check_server(SimpleNamespace(**{**FINE, option: value}))
 
 
+def test_packed_storage_where_nothing_reads_codes() -> None:
+    support.check_storage("packed", SimpleNamespace(device="cpu", kv_cache_dtype="auto"))
+    support.check_storage("simulated", SimpleNamespace(device="cuda", kv_cache_dtype="bf16"))
+    with pytest.raises(UnsupportedError, match="cuda"):
+        support.check_storage("packed", SimpleNamespace(device="cuda", kv_cache_dtype="auto"))
+    with pytest.raises(UnsupportedError, match="bf16"):
+        support.check_storage("packed", SimpleNamespace(device="cpu", kv_cache_dtype="bf16"))
+
+
 def model_config(**changes: object) -> SimpleNamespace:
     text = SimpleNamespace(attn_logit_softcapping=changes.pop("soft_cap", None))
     fields = {

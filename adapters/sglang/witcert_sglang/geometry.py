@@ -41,7 +41,8 @@ def read_geometry(runner: Any, backend: Any) -> Geometry:
         head_dim=pool.head_dim,
         v_head_dim=pool.v_head_dim,
         num_slots=pool.k_buffer[0].shape[0],
-        pool_dtype=pool.dtype,
+        # The packed pool holds codes; exact is then what a plain pool would have held, the model's own dtype.
+        pool_dtype=runner.dtype if pool.dtype == torch.int8 else pool.dtype,
         rotary=RotarySpec(pool.head_dim, rotary_dim=rotary_dim(config.hf_text_config, pool.head_dim)),
         device=str(pool.device),
     )

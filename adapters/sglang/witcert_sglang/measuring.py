@@ -7,9 +7,8 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from witcert_core.meter import CellBatch, measure
+from witcert_core.meter import CellBatch, Radii, measure
 from witcert_core.repair import BlockRepairer, LayerCall, RequestRows
-from witcert_core.store import SlotStore
 from witcert_sglang.results import StepCells
 from witcert_sglang.rows import RowPlan
 
@@ -19,7 +18,7 @@ def observe(
     plan: RowPlan,
     call: LayerCall,
     rows: Tensor,
-    store: SlotStore,
+    radii: Radii,
     delta_loc: list[float],
     form: str,
 ) -> None:
@@ -32,7 +31,7 @@ def observe(
             call.v_cache,
             kv_indptr=plan.kv_indptr,
             kv_indices=plan.kv_indices,
-            radii=store[call.layer],
+            radii=radii,
             sm_scale=call.sm_scale,
             delta_loc=delta,
             logits_soft_cap=call.logits_soft_cap,

@@ -92,6 +92,19 @@ def check_server(args: Any) -> None:
         )
 
 
+def check_storage(storage: str, args: Any) -> None:
+    """Raise UnsupportedError for a packed cache where only its reference attention could read it."""
+    if storage == "packed" and args.device != "cpu":
+        raise UnsupportedError(
+            f"quantizer.storage: packed on device {args.device!r}: its kernels are not wired into SGLang yet, only the "
+            "CPU reference reads codes; set quantizer.storage to 'simulated'"
+        )
+    if storage == "packed" and args.kv_cache_dtype != "auto":
+        raise UnsupportedError(
+            f"--kv-cache-dtype {args.kv_cache_dtype} with quantizer.storage: packed: the pool holds INT8 codes; use auto"
+        )
+
+
 def check_port(host: str, port: int) -> None:
     """Raise UnsupportedError when `port` is taken, before a model is loaded for nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -133,7 +146,7 @@ def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto") -> None
         )
 
 
-def check_pool(pool: Any) -> None:
+def check_pool(pool: Any, packed: bool = False) -> None:
     """Raise UnsupportedError for a pool whose rows are not plain 16- or 32-bit keys and values, one row a token."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
@@ -143,5 +156,7 @@ def check_pool(pool: Any) -> None:
         )
     if pool.kv_cache_layout != "nhd":
         raise UnsupportedError(f"the pool's layout is {pool.kv_cache_layout!r}; metered is 'nhd'")
-    if pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise UnsupportedError(f"the pool's dtype is {pool.dtype}; metered are float32, float16 and bfloat16")
+    allowed = (torch.int8,) if packed else (torch.float32, torch.float16, torch.bfloat16)
+    if pool.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise UnsupportedError(f"the pool's dtype is {pool.dtype}; with this policy it must be {names}")
