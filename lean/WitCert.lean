@@ -6,3 +6,4 @@ import WitCert.Attention.Cell
 import WitCert.Attention.Forms
 import WitCert.Attention.Subset
 import WitCert.Attention.Jensen
+import WitCert.Attention.Needle

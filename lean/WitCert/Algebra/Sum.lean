@@ -26,6 +26,22 @@ theorem sum_nonneg {f : ι → α} (l : List ι) (h : ∀ i, 0 ≤ f i) : 0 ≤ 
   induction l with
   | nil => exact le_refl 0
   | cons i l ih => exact add_nonneg (h i) ih
+/-- `p` holds for every element of a list. -/
+def AllOf (p : ι → Prop) : List ι → Prop
+  | .nil => True
+  | .cons i l => p i ∧ AllOf p l
+theorem sum_le_all {f g : ι → α} (l : List ι) (h : AllOf (fun i => f i ≤ g i) l) : sum f l ≤ sum g l := by
+  induction l with
+  | nil => exact le_refl 0
+  | cons i l ih => exact add_le_add h.1 (ih h.2)
+theorem AllOf.imp {p q : ι → Prop} (l : List ι) (hpq : ∀ i, p i → q i) (h : AllOf p l) : AllOf q l := by
+  induction l with
+  | nil => exact True.intro
+  | cons i l ih => exact ⟨hpq i h.1, ih h.2⟩
+theorem AllOf.of_forall {p : ι → Prop} (l : List ι) (h : ∀ i, p i) : AllOf p l := by
+  induction l with
+  | nil => exact True.intro
+  | cons i l ih => exact ⟨h i, ih⟩
 theorem sum_lin2 (c d : α) (f g : ι → α) (l : List ι) :
     sum (fun i => c * f i + d * g i) l = c * sum f l + d * sum g l := by
   induction l with
