@@ -7,3 +7,5 @@ import WitCert.Attention.Forms
 import WitCert.Attention.Subset
 import WitCert.Attention.Jensen
 import WitCert.Attention.Needle
+import WitCert.Attention.Threshold
+import WitCert.Attention.Extremal

@@ -34,6 +34,14 @@ theorem sum_le_all {f g : ι → α} (l : List ι) (h : AllOf (fun i => f i ≤ 
   induction l with
   | nil => exact le_refl 0
   | cons i l ih => exact add_le_add h.1 (ih h.2)
+theorem sum_congr_all {f g : ι → α} (l : List ι) (h : AllOf (fun i => f i = g i) l) : sum f l = sum g l := by
+  induction l with
+  | nil => rfl
+  | cons i l ih => exact add_congr h.1 (ih h.2)
+/-- Membership of a value `f i` in the image of a list. -/
+def InImage (f : ι → α) (v : α) : List ι → Prop
+  | .nil => False
+  | .cons i l => f i = v ∨ InImage f v l
 theorem AllOf.imp {p q : ι → Prop} (l : List ι) (hpq : ∀ i, p i → q i) (h : AllOf p l) : AllOf q l := by
   induction l with
   | nil => exact True.intro
@@ -42,6 +50,11 @@ theorem AllOf.of_forall {p : ι → Prop} (l : List ι) (h : ∀ i, p i) : AllOf
   induction l with
   | nil => exact True.intro
   | cons i l ih => exact ⟨h i, ih⟩
+omit [OrderedField α] in
+theorem allOf_inImage (f : ι → α) (l : List ι) : AllOf (fun i => InImage f (f i) l) l := by
+  induction l with
+  | nil => exact True.intro
+  | cons i l ih => exact ⟨Or.inl rfl, AllOf.imp l (fun _ h => Or.inr h) ih⟩
 theorem sum_lin2 (c d : α) (f g : ι → α) (l : List ι) :
     sum (fun i => c * f i + d * g i) l = c * sum f l + d * sum g l := by
   induction l with
