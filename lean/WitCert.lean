@@ -2,10 +2,14 @@ import WitCert.Algebra.Field
 import WitCert.Algebra.Ring
 import WitCert.Algebra.Order
 import WitCert.Algebra.Sum
+import WitCert.Algebra.Exp
+import WitCert.Attention.Witness
 import WitCert.Attention.Cell
+import WitCert.Attention.Softmax
 import WitCert.Attention.Forms
 import WitCert.Attention.Subset
 import WitCert.Attention.Jensen
 import WitCert.Attention.Needle
 import WitCert.Attention.Threshold
 import WitCert.Attention.Extremal
+import WitCert.Attention.Output

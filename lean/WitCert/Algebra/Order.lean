@@ -117,6 +117,15 @@ theorem abs_mul_nonneg {c : α} (hc : 0 ≤ c) (x : α) : abs (c * x) = c * abs 
     exact le_antisymm
       (abs_le (le_cert (nonneg_mul hc (nonneg_cert (add_nonneg (sub_nonneg h.1) (sub_nonneg h.1)) rfl)) (by ring)) (le_of_eq (by ring)))
       (le_trans (le_of_eq (by ring)) (neg_le_abs (c * x)))
+theorem abs_neg (x : α) : abs (-x) = abs x :=
+  le_antisymm (abs_le (neg_le_abs x) (le_trans (le_of_eq (by ring)) (le_abs x)))
+    (abs_le (le_trans (le_of_eq (by ring)) (neg_le_abs (-x))) (le_abs (-x)))
+theorem abs_mul (c x : α) : abs (c * x) = abs c * abs x := by
+  cases abs_cases c with
+  | inl h => rw [h.2]; exact abs_mul_nonneg h.1 x
+  | inr h =>
+    rw [h.2, ← abs_mul_nonneg (nonneg_cert (sub_nonneg h.1) (by ring)), ← abs_neg]
+    exact congrArg abs (by ring)
 theorem le_of_sq_le {u v : α} (hv : 0 ≤ v) (h : u * u ≤ v * v) : u ≤ v := by
   cases le_or_lt u v with
   | inl h1 => exact h1
