@@ -13,3 +13,8 @@ import WitCert.Attention.Needle
 import WitCert.Attention.Threshold
 import WitCert.Attention.Extremal
 import WitCert.Attention.Output
+import WitCert.Probability.Law
+import WitCert.Probability.Dither
+import WitCert.Probability.Rounding
+import WitCert.Probability.TierD
+import WitCert.Probability.Budget

@@ -153,6 +153,7 @@ theorem mul_pos {a b : α} (ha : 0 < a) (hb : 0 < b) : 0 < a * b := fun hc => by
   have h : a * b ≤ a * 0 := le_trans hc (le_of_eq (by ring))
   exact hb (le_of_mul_le ha h)
 theorem add_pos {a b : α} (ha : 0 < a) (hb : 0 ≤ b) : 0 < a + b := lt_of_lt_of_le ha (le_cert hb (by ring))
+theorem add_pos' {a b : α} (ha : 0 ≤ a) (hb : 0 < b) : 0 < a + b := lt_of_lt_of_le hb (le_cert ha (by ring))
 theorem pos_of_sub {a b : α} (h : a < b) : 0 < b - a := fun hc => h (le_cert (sub_nonneg hc) (by ring))
 theorem zero_lt_two : (0 : α) < 2 := lt_of_lt_of_le zero_lt_one (le_cert zero_le_one (by ring))
 theorem two_half : (2 : α) * 2⁻¹ = 1 := mul_inv_cancel zero_lt_two
