@@ -18,3 +18,5 @@ import WitCert.Probability.Dither
 import WitCert.Probability.Rounding
 import WitCert.Probability.TierD
 import WitCert.Probability.Budget
+import WitCert.Examples.Nat
+import WitCert.Examples.Rational
