@@ -13,6 +13,8 @@ import WitCert.Attention.Needle
 import WitCert.Attention.Threshold
 import WitCert.Attention.Extremal
 import WitCert.Attention.Output
+import WitCert.Attention.Blocks
+import WitCert.Attention.Gate
 import WitCert.Probability.Law
 import WitCert.Probability.Dither
 import WitCert.Probability.Rounding
@@ -20,3 +22,4 @@ import WitCert.Probability.TierD
 import WitCert.Probability.Budget
 import WitCert.Examples.Nat
 import WitCert.Examples.Rational
+import WitCert.Examples.Refuted
