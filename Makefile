@@ -1,0 +1,61 @@
+# make demo   a metered SGLang server on this machine's CPU, in a few minutes
+# make test   the whole test suite
+#
+# Two environments under .envs, made on first use and kept: the engines' pins exclude each other.
+#   PYTHON=python3.11     the interpreter they are made with
+#   TORCH_INDEX=URL       take torch from this index (on Linux the default index has a CUDA build of several GB;
+#                         PyTorch's CPU index has one of about 200 MB)
+
+PYTHON ?= python3
+TORCH := torch==2.13.0
+TORCH_INDEX ?=
+TORCH_FLAGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+ENVS := .envs
+CORE := $(ENVS)/core/bin
+SGLANG := $(ENVS)/sglang/bin
+ADAPTER := adapters/sglang
+PIP := -m pip install --disable-pip-version-check
+SOURCES := pyproject.toml demo/pyproject.toml $(ADAPTER)/pyproject.toml
+
+export SGLANG_USE_CPU_ENGINE := 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test lint test-core test-sglang envs clean
+
+demo: $(ENVS)/sglang/.ready
+	@$(SGLANG)/python -m witcert_demo
+
+test: lint test-core test-sglang
+
+lint: $(ENVS)/core/.ready
+	$(CORE)/ruff check .
+	$(CORE)/mypy
+
+test-core: $(ENVS)/core/.ready
+	$(CORE)/python -m pytest tests/core tests/demo
+
+test-sglang: $(ENVS)/sglang/.ready
+	$(SGLANG)/python -m pytest tests/sglang
+
+envs: $(ENVS)/core/.ready $(ENVS)/sglang/.ready
+
+$(ENVS)/core/.ready: $(SOURCES)
+	@echo "Making $(ENVS)/core: PyTorch and the test tools (about 250 MB with a CPU build of PyTorch)"
+	$(PYTHON) -m venv $(ENVS)/core
+	$(CORE)/python $(PIP) $(TORCH_FLAGS) $(TORCH)
+	$(CORE)/python $(PIP) -e '.[dev]' -e demo
+	@touch $@
+
+$(ENVS)/sglang/.ready: $(SOURCES) $(ADAPTER)/requirements-cpu.txt $(ADAPTER)/requirements-cpu-nodeps.txt
+	@echo "Making $(ENVS)/sglang: SGLang 0.5.23 for the CPU. Downloads about 0.7 GB with a CPU build of PyTorch,"
+	@echo "about 3 GB more with the CUDA build that the default index has on Linux (TORCH_INDEX=URL chooses another)."
+	$(PYTHON) -m venv $(ENVS)/sglang
+	$(SGLANG)/python $(PIP) $(TORCH_FLAGS) $(TORCH)
+	$(SGLANG)/python $(PIP) --no-deps -r $(ADAPTER)/requirements-cpu-nodeps.txt
+	$(SGLANG)/python $(PIP) -r $(ADAPTER)/requirements-cpu.txt
+	$(SGLANG)/python $(PIP) --no-deps ./$(ADAPTER)/cpu_shim
+	$(SGLANG)/python $(PIP) -e '.[dev]' -e demo -e $(ADAPTER)
+	@touch $@
+
+clean:
+	rm -rf $(ENVS)

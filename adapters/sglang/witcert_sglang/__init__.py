@@ -1,0 +1,27 @@
+"""WitCert for SGLang. Nothing happens unless the environment variable WITCERT_POLICY names a policy file.
+
+This module imports the standard library only: SGLang logs a plugin whose import fails and serves on without it, so
+everything that can fail is inside `load`, which stops the process instead.
+"""
+
+import os
+
+__version__ = "0.1.0"
+POLICY_VARIABLE = "WITCERT_POLICY"
+
+
+def load() -> None:
+    """Entry point `sglang.srt.plugins`, called once in every SGLang process.
+
+    Raises SystemExit with one line when the policy, the quantizer or the engine cannot be used: SGLang catches
+    ordinary exceptions here and would go on unmetered.
+    """
+    path = os.environ.get(POLICY_VARIABLE)
+    if not path:
+        return
+    try:
+        from witcert_sglang.plugin import install
+
+        install(path)
+    except Exception as error:
+        raise SystemExit(f"witcert: {error}") from error

@@ -1,0 +1,71 @@
+"""The start-up banner: what is metered, what is not and why, and the memory taken."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from witcert_core.units import format_bytes
+
+if TYPE_CHECKING:
+    from witcert_sglang.runtime import Runtime
+
+
+def banner(runtime: Runtime, *, metrics_on: bool) -> str:
+    """Several lines for the server's log."""
+    status, policy, geometry = runtime.status(), runtime.policy, runtime.geometry
+    metered, quantized = status["layers_metered"], status["layers_quantized"]
+    cells = len(metered) * geometry.num_qo_heads
+    claim = (
+        "probabilistic, non-adaptive queries; tier W beside it" if runtime.uses_dither else "deterministic, any query"
+    )
+    lines = [
+        f"WitCert meters this server: {status['quantizer']} in a {status['pool_dtype']} pool, {geometry.backend}",
+        f"  cells a metered row : {cells} ({len(metered)} of {len(geometry.layers)} layers "
+        f"x {geometry.num_qo_heads} query heads)",
+        f"  tier                : {status['tier']} ({claim})",
+        f"  rows                : every {ordinal(policy.meter.stride)} decode row of a request, the last of a chunk "
+        f"that reads the cache and every {ordinal(policy.meter.stride)} before it, at most {policy.meter.max_rows}",
+        f"  audited             : {audited(policy.meter.audit_every)}",
+        f"  prefill reads       : {policy.prefill_reads}",
+        f"  memory              : {format_bytes(status['bytes_witness'])} of witnesses and row ids, "
+        f"{format_bytes(status['bytes_audit_copies'])} of exact copies for the audit",
+        f"  reports             : {reports(runtime, metrics_on)}",
+    ]
+    lines += [f"  not metered         : {why}" for why in not_metered(runtime, metered, quantized)]
+    return "\n".join(lines)
+
+
+def ordinal(n: int) -> str:
+    return "single" if n == 1 else f"{n}th"
+
+
+def audited(every: int) -> str:
+    if every == 0:
+        return "no row (meter.audit_every: 0)"
+    return "every metered row" if every == 1 else f"every {every}th metered row of a request"
+
+
+def reports(runtime: Runtime, metrics_on: bool) -> str:
+    report = runtime.policy.report
+    parts = ['meta_info["witcert"], /witcert/requests/{id}'] if report.per_request else []
+    if report.prometheus:
+        parts.append("/metrics" if metrics_on else "no /metrics: start the server with --enable-metrics")
+    if report.jsonl:
+        parts.append(report.jsonl)
+    return ", ".join(parts) or "none"
+
+
+def not_metered(runtime: Runtime, metered: list[int], quantized: list[int]) -> list[str]:
+    """One reason a line; rows the stride leaves out are reported as unknown, never as fine."""
+    layers = runtime.geometry.layers
+    reasons = []
+    if missing := [layer for layer in layers if layer not in metered]:
+        reasons.append(f"layers {missing}: left out by meter.layers")
+    if exact := [layer for layer in layers if layer not in quantized]:
+        reasons.append(f"nothing to meter in layers {exact}: quantizer.layers keeps them exact")
+    if runtime.policy.meter.stride > 1:
+        reasons.append("rows between the stride: counted as unknown in every report")
+    if runtime.policy.prefill_reads == "chunk_exact":
+        reasons.append("first-chunk prompt rows: they read no quantized key (prefill_reads: chunk_exact)")
+    reasons.append("drift of hidden states against an uncompressed run: no bound is local to more than its layer")
+    return reasons

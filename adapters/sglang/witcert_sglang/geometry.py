@@ -1,0 +1,55 @@
+"""The shape of the cache this process serves, read from SGLang's own objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from witcert_core.rotary import RotarySpec
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One rank's cache: layer ids are global, heads are this rank's, SLOTS counts the padding row 0 as well."""
+
+    backend: str
+    layers: tuple[int, ...]
+    num_qo_heads: int
+    num_kv_heads: int
+    kv_head_ids: tuple[int, ...]
+    head_dim: int
+    v_head_dim: int
+    num_slots: int
+    pool_dtype: torch.dtype
+    rotary: RotarySpec
+    device: str
+
+
+def read_geometry(runner: Any, backend: Any) -> Geometry:
+    """The geometry of `runner` (a ModelRunner with its pool) under attention backend `backend`."""
+    pool = runner.token_to_kv_pool
+    config = runner.model_config
+    num_kv_heads = pool.head_num
+    return Geometry(
+        backend=type(backend).__name__,
+        layers=tuple(range(pool.start_layer, pool.start_layer + pool.layer_num)),
+        num_qo_heads=config.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        kv_head_ids=tuple(range(num_kv_heads)),
+        head_dim=pool.head_dim,
+        v_head_dim=pool.v_head_dim,
+        num_slots=pool.k_buffer[0].shape[0],
+        pool_dtype=pool.dtype,
+        rotary=RotarySpec(pool.head_dim, rotary_dim=rotary_dim(config.hf_text_config, pool.head_dim)),
+        device=str(pool.device),
+    )
+
+
+def rotary_dim(hf_config: Any, head_dim: int) -> int | None:
+    """Channels the rotary embedding turns, None for all of them. A post-RoPE witness is sound whatever it is."""
+    factor = getattr(hf_config, "partial_rotary_factor", None)
+    if factor is None or factor >= 1:
+        return None
+    return int(head_dim * factor) // 2 * 2

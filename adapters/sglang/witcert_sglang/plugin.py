@@ -1,0 +1,207 @@
+"""Installs the meter in one SGLang process: which hooks there are, and what each of them does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+from witcert_core.bands import band_map
+from witcert_core.errors import WitCertError
+from witcert_core.policy import Policy, load_policy
+from witcert_core.quantizers.base import Quantizer
+from witcert_core.quantizers.conformance import check_quantizer
+from witcert_core.report.prometheus import Metrics
+from witcert_core.rotary import RotarySpec
+from witcert_sglang import support
+from witcert_sglang.backend import metered_factory
+from witcert_sglang.banner import banner
+from witcert_sglang.geometry import read_geometry, rotary_dim
+from witcert_sglang.hooks import Hook, register
+from witcert_sglang.results import streamer_class
+from witcert_sglang.runtime import Runtime
+
+_MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+_CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
+_LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
+
+
+class Installation:
+    """The adapter in this process. `runtime` exists in scheduler processes once the attention backend is built."""
+
+    def __init__(self, policy: Policy, quantizer: Quantizer) -> None:
+        self.policy = policy
+        self.quantizer = quantizer
+        self.runtime: Runtime | None = None
+
+    def hooks(self) -> list[Hook]:
+        """All hooks; those of the main process serve HTTP clients and the start-up checks."""
+        from witcert_sglang import http
+
+        every = [
+            Hook(_CELL_SIZE, "after", self.after_cell_size, "every", ("self", "kvc", "num_layers")),
+            Hook(f"{_MODEL_RUNNER}.forward", "around", self.around_forward, "every", ("self", "forward_batch")),
+            Hook(
+                f"{_MODEL_RUNNER}.sample",
+                "after",
+                self.after_sample,
+                "every",
+                ("self", "logits_output", "forward_batch"),
+            ),
+            Hook(
+                f"{_MODEL_RUNNER}.compute_logprobs_only",
+                "after",
+                self.after_logprobs_only,
+                "every",
+                ("self", "logits_output", "forward_batch"),
+            ),
+            Hook(f"{_SCHEDULER}.get_output_streamer_class", "after", self.after_streamer_class, "every", ("self",)),
+            Hook(f"{_SCHEDULER}.get_init_info", "after", self.after_init_info, "every", ("self",)),
+        ]
+        main = [
+            Hook(f"{_SERVER_ARGS}.resolve_once", "before", self.before_resolve, "main", ("self",)),
+            Hook(f"{_SERVER_ARGS}.check_server_args", "after", self.after_check_server_args, "main", ("self",)),
+            Hook(_LAUNCH, "after", self.after_launch, "main", ("cls", "server_args")),
+            *http.hooks(self.policy),
+        ]
+        return every + (main if is_main_process() else [])
+
+    # Main process: refuse before anything starts ----------------------------------------------------------------
+
+    def before_resolve(self, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
+        refuse_on_error(support.check_model_path, server_args.model_path)
+
+    def after_check_server_args(self, _result: Any, server_args: Any) -> None:
+        from sglang.srt.arg_groups.overrides import resolved_view
+
+        args = resolved_view(server_args)
+        refuse_on_error(support.check_server, args)
+        config = model_config(server_args)
+        refuse_on_error(support.check_model, config, args.attention_backend)
+        refuse_on_error(check_quantizer, self.quantizer, config.head_dim)
+        refuse_on_error(support.check_port, args.host, args.port)
+
+    def after_launch(self, result: Any, *_args: Any, **_kwargs: Any) -> None:
+        """The scheduler must have said that it is metered; a server that is not is stopped here."""
+        from sglang.srt.utils.common import kill_process_tree
+
+        from witcert_sglang import http
+
+        infos = result[3].scheduler_infos
+        status = infos[0].get("witcert") if infos else None
+        if status is None:
+            kill_process_tree(os.getpid(), include_parent=False)
+            raise SystemExit(
+                "witcert: the scheduler process came up without the meter (see its log above), so nothing is served; "
+                "unset WITCERT_POLICY to serve without it"
+            )
+        http.STATE.status = status
+
+    # Scheduler process ------------------------------------------------------------------------------------------
+
+    def make_runtime(self, runner: Any, backend: Any) -> Runtime:
+        if self.runtime is None:
+            support.check_pool(runner.token_to_kv_pool)
+            metrics = Metrics() if self.policy.report.prometheus and "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
+            geometry = read_geometry(runner, backend)
+            self.runtime = Runtime(self.policy, self.quantizer, geometry, runner.token_to_kv_pool, metrics)
+        return self.runtime
+
+    def after_cell_size(self, result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
+        """Count the witnesses and row ids as bytes of a token, so that they are taken off the capacity."""
+        return result + side_bytes_per_token(self.quantizer, kvc, num_layers)
+
+    def around_forward(
+        self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.runtime is None:
+            return original(runner, forward_batch, *args, **kwargs)
+        return self.runtime.around_forward(original, runner, forward_batch, *args, **kwargs)
+
+    def after_sample(self, _result: Any, _runner: Any, logits_output: Any, *_args: Any, **_kwargs: Any) -> None:
+        self.send_with(logits_output)
+
+    def after_logprobs_only(self, _result: Any, _runner: Any, logits_output: Any, *_args: Any, **_kwargs: Any) -> None:
+        self.send_with(logits_output)
+
+    @staticmethod
+    def send_with(logits_output: Any) -> None:
+        """Let the step's cells travel with its logits; sampling may run after the next pass has begun."""
+        from sglang.srt.managers.auxiliary_output import append_auxiliary_output
+
+        step = getattr(logits_output, "witcert_step", None)
+        if step is not None:
+            logits_output.witcert_step = None
+            logits_output.auxiliary_device_output = append_auxiliary_output(logits_output.auxiliary_device_output, step)
+
+    def after_streamer_class(self, result: type[Any], _scheduler: Any) -> type[Any]:
+        return streamer_class(self.live_runtime(), result)
+
+    def after_init_info(self, result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+        runtime = self.live_runtime()
+        print(banner(runtime, metrics_on="PROMETHEUS_MULTIPROC_DIR" in os.environ), file=sys.stderr, flush=True)
+        return {**result, "witcert": runtime.status()}
+
+    def live_runtime(self) -> Runtime:
+        """The runtime, or SystemExit: without it the server would serve unmetered."""
+        if self.runtime is None:
+            raise SystemExit(
+                "witcert: the attention backend in use is not a metered one, so nothing is served; "
+                f"use --attention-backend {' or '.join(support.BACKENDS)}"
+            )
+        return self.runtime
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that serves HTTP (SGLang's others are children of it)."""
+    return multiprocessing.parent_process() is None
+
+
+def refuse_on_error(check: Callable[..., None], *args: Any) -> None:
+    """Run a check; its refusal becomes SystemExit with one line, before SGLang has started a process."""
+    try:
+        check(*args)
+    except WitCertError as error:
+        raise SystemExit(f"witcert: {error}") from error
+
+
+def model_config(server_args: Any) -> Any:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(server_args)
+
+
+def side_bytes_per_token(quantizer: Quantizer, kvc: Any, num_layers: int) -> int:
+    """Bytes a token takes in the side tensors of all layers, plus its row id."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    heads = kvc.model_config.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
+    head_dim = kvc.model_config.head_dim
+    groups = -(-head_dim // 32)
+    rotary = RotarySpec(head_dim, rotary_dim=rotary_dim(kvc.model_config.hf_text_config, head_dim))
+    bands = band_map(rotary).num_bands
+    if quantizer.tier == "dither":
+        sixteen_bit = kvc.kv_cache_dtype.itemsize == 2
+        per_head = 1 + 2 * groups + (groups if quantizer.stored_witness else 0) + (bands if sixteen_bit else 0)
+    else:
+        per_head = 1 + bands
+    return num_layers * heads * per_head + 8
+
+
+def install(policy_path: str) -> None:
+    """Read the policy and hook this process; called by `witcert_sglang.load`."""
+    support.check_version()
+    policy = load_policy(policy_path)
+    quantizer = policy.build_quantizer()
+    support.check_policy(policy, quantizer)
+    installation = Installation(policy, quantizer)
+    for name in support.BACKENDS:
+        ATTENTION_BACKENDS[name] = metered_factory(ATTENTION_BACKENDS[name], installation.make_runtime)
+    register(installation.hooks())

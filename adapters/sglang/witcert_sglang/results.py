@@ -1,0 +1,84 @@
+"""The way of a measurement from the forward pass to the client, exactly as far as its tokens were committed.
+
+SGLang runs one step ahead under its overlap scheduler, so a pass may have computed a row for a request that had just
+finished. A step's cells therefore travel on the logits output (`DeviceAuxiliaryOutput`) and reach the ledger only when
+the scheduler commits that step's tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from witcert_core.meter import CellBatch
+from witcert_sglang.rows import MeteredRow
+
+if TYPE_CHECKING:
+    from witcert_sglang.runtime import Runtime
+
+META_KEY = "witcert"
+
+
+@dataclass
+class StepCells:
+    """All cells of one forward pass: per layer, R rows, in the order of `rows`.
+
+    witness_layers: the same rows under the deterministic radii, when `layers` used the dither law.
+    """
+
+    runtime: Runtime
+    rids: list[str]
+    rows: list[MeteredRow]
+    layers: dict[int, CellBatch] = field(default_factory=dict)
+    witness_layers: dict[int, CellBatch] = field(default_factory=dict)
+    unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
+
+    def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> StepCells:
+        """Part of `DeviceAuxiliaryOutput`. The reference meter's cells are on the host already."""
+        return self
+
+    def consume(self, batch: Any, commits: Sequence[Any]) -> None:
+        """Part of `HostAuxiliaryOutput`: count the rows of every request whose step was committed."""
+        counted = {
+            index
+            for index, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True))
+            if commit is not None or not (req.finished() or req.is_retracted)
+        }
+        ledger = self.runtime.ledger
+        for number, row in enumerate(self.rows):
+            if row.request not in counted:
+                continue
+            rid = self.rids[row.request]
+            for layer, cells in self.layers.items():
+                ledger.observe(
+                    rid,
+                    layer,
+                    row.ordinal,
+                    row.position,
+                    cells,
+                    number,
+                    witness_cells=self.witness_layers.get(layer),
+                )
+        for (index, reason), count in self.unmetered.items():
+            if index in counted:
+                ledger.count_unknown(self.rids[index], count, reason)
+
+
+def streamer_class(runtime: Runtime, base: type[Any]) -> type[Any]:
+    """`base` (SGLang's output streamer) with the request's summary added to its last output."""
+
+    class WitCertStreamer(base):  # type: ignore[misc]
+        has_additional_customized_info = True
+
+        def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
+            info: dict[str, list[Any]] = super().build_additional_customized_info(reqs)
+            summaries = [[runtime.finish(req)] if req.finished() else [] for req in reqs]
+            if runtime.policy.report.per_request:
+                info[META_KEY] = summaries
+            return info
+
+    return WitCertStreamer

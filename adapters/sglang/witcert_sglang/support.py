@@ -1,0 +1,147 @@
+"""What this adapter meters and what it refuses, by name, before anything is started.
+
+Every refusal is one line: what was asked for, why it cannot be metered, what to change. The same list for people is
+in docs/limits.md.
+"""
+
+from __future__ import annotations
+
+import socket
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.policy import Policy
+from witcert_core.quantizers.base import Quantizer
+
+SGLANG_RANGE = SpecifierSet("==0.5.23")
+BACKENDS = ("torch_native", "triton")
+HEAD_DIMS = range(16, 257, 16)
+
+# Server option -> (value that is fine, why the rest is refused).
+_REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
+    "tp_size": (1, "tensor parallelism: heads of other ranks would be missing from the report"),
+    "pp_size": (1, "pipeline parallelism: layers of other ranks would be missing from the report"),
+    "dp_size": (1, "data parallelism: requests of other replicas would be missing from the report"),
+    "dcp_size": (1, "decode context parallelism: a rank sees a part of the tokens only"),
+    "attn_cp_size": (1, "context parallelism: a rank sees a part of the tokens only"),
+    "speculative_algorithm": (None, "speculative decoding: verified rows are not metered"),
+    "enable_hierarchical_cache": (False, "HiCache: it moves keys without their witnesses"),
+    "enable_lmcache": (False, "LMCache: it moves keys without their witnesses"),
+    "disaggregation_mode": ("null", "prefill/decode disaggregation: it sends keys without their witnesses"),
+    "enable_hisparse": (False, "sparse attention over a host cache: the tokens read are not known"),
+    "enable_unified_memory": (False, "the unified memory pool: its slots are not the pool's rows"),
+    "dllm_algorithm": (None, "diffusion language models: rows are not causal"),
+    "enable_torch_compile": (False, "torch.compile: the meter's Python does not run in compiled passes"),
+    "tokenizer_worker_num": (1, "several tokenizer processes: each would know a part of the requests only"),
+    "enable_two_batch_overlap": (False, "two-batch overlap: half-batches are not planned"),
+}
+
+
+def check_version() -> None:
+    """Raise UnsupportedError unless the installed SGLang is one this adapter was tested with."""
+    installed = version("sglang")
+    if not SGLANG_RANGE.contains(installed, prereleases=True):
+        raise UnsupportedError(
+            f"SGLang {installed} is installed; witcert-sglang was tested with SGLang {SGLANG_RANGE}: "
+            "install that version, or unset WITCERT_POLICY to serve without a meter"
+        )
+
+
+def check_policy(policy: Policy, quantizer: Quantizer) -> None:
+    """Raise UnsupportedError for a policy this adapter cannot carry out."""
+    if policy.gate.kind != "observe":
+        raise UnsupportedError(
+            f"gate.kind is {policy.gate.kind!r}: witcert-sglang does not repair blocks yet; set gate.kind: observe"
+        )
+    if quantizer.space != "post_rope" or quantizer.token_group != 1 or quantizer.state != "none":
+        raise UnsupportedError(
+            f"quantizer.name is {quantizer.name!r}, which needs {quantizer.space} keys, groups of "
+            f"{quantizer.token_group} token(s) and state {quantizer.state!r}: witcert-sglang takes stateless "
+            "post_rope quantizers of single tokens"
+        )
+
+
+def check_model_path(model_path: str) -> None:
+    """Raise UnsupportedError for a local model path that is not there (a hub id is left to SGLang)."""
+    looks_local = model_path.startswith(("/", "./", "../", "~"))
+    if looks_local and not Path(model_path).expanduser().exists():
+        raise UnsupportedError(f"--model-path {model_path}: no such directory")
+
+
+def check_server(args: Any) -> None:
+    """Raise UnsupportedError for server options (resolved) under which the meter would not see everything."""
+    for option, (allowed, why) in _REFUSED_OPTIONS.items():
+        value = getattr(args, option)
+        if value != allowed and value is not allowed:
+            flag = "--" + option.replace("_", "-")
+            raise UnsupportedError(f"{flag} {value}: {why}; use {allowed!r} or unset WITCERT_POLICY")
+    if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+        raise UnsupportedError(
+            f"--kv-cache-dtype {args.kv_cache_dtype}: the engine's own quantized cache is not metered yet; "
+            "use --kv-cache-dtype auto and a quantizer in the policy"
+        )
+    for option in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        backend = getattr(args, option)
+        if backend is not None and backend not in BACKENDS:
+            raise UnsupportedError(
+                f"attention backend {backend!r} is not metered; use --attention-backend {' or '.join(BACKENDS)}"
+            )
+    if args.device != "cpu" and not args.disable_cuda_graph:
+        raise UnsupportedError(
+            "CUDA graphs: replayed passes run no Python, so nothing would be measured; add --disable-cuda-graph"
+        )
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise UnsupportedError when `port` is taken, before a model is loaded for nothing."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UnsupportedError(f"--port {port} on {host}: {error.strerror}; choose another --port") from error
+
+
+def check_model(config: Any, backend: str) -> None:
+    """Raise UnsupportedError for an architecture or head size the meter has no radii for."""
+    name = (getattr(config.hf_config, "architectures", None) or ["this model"])[0]
+    if config.attention_arch.name == "MLA":
+        raise UnsupportedError(
+            f"{name} uses multi-head latent attention (MLA): its cache holds latents, for which there is no witness yet"
+        )
+    if config.head_dim not in HEAD_DIMS:
+        raise UnsupportedError(
+            f"{name} has head_dim {config.head_dim}; metered are multiples of 16 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+        )
+    if getattr(config, "v_head_dim", config.head_dim) != config.head_dim:
+        raise UnsupportedError(
+            f"{name} has keys of {config.head_dim} and values of {config.v_head_dim} channels; metered are equal widths"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{name} is an encoder-decoder model; metered are decoder-only models")
+    soft_cap = getattr(config.hf_text_config, "attn_logit_softcapping", None)
+    if soft_cap and backend == "torch_native":
+        raise UnsupportedError(
+            f"{name} caps its logits (attn_logit_softcapping {soft_cap}), which SGLang's torch_native backend ignores; "
+            "use --attention-backend triton"
+        )
+
+
+def check_pool(pool: Any) -> None:
+    """Raise UnsupportedError for a pool whose rows are not plain 16- or 32-bit keys and values, one row a token."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    if type(pool) is not MHATokenToKVPool:
+        raise UnsupportedError(
+            f"the server uses {type(pool).__name__}; metered is MHATokenToKVPool (full attention in every layer)"
+        )
+    if pool.kv_cache_layout != "nhd":
+        raise UnsupportedError(f"the pool's layout is {pool.kv_cache_layout!r}; metered is 'nhd'")
+    if pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedError(f"the pool's dtype is {pool.dtype}; metered are float32, float16 and bfloat16")

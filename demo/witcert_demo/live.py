@@ -1,0 +1,102 @@
+"""The demonstration's screen: one panel per server, drawn with rich from a Tally and nothing else."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from witcert_demo.tally import Asked, Tally
+
+TAIL_WORDS = 3
+
+
+def colour(bound: float | None, tau: float) -> str:
+    """Green up to tau, yellow while the bound still says something, red when it is vacuous."""
+    if bound is None:
+        return "dim"
+    return "green" if bound <= tau else "yellow" if bound < 1 else "red"
+
+
+def heads_table(tally: Tally) -> Table:
+    """Worst bound of every (layer, query head)."""
+    table = Table(title="worst bound, layer x head", box=box.SIMPLE_HEAD, title_style="bold", padding=(0, 1))
+    table.add_column("layer", justify="right")
+    for head in range(len(tally.by_layer_head[0]) if tally.by_layer_head else 0):
+        table.add_column(f"h{head}", justify="right")
+    for layer, row in enumerate(tally.by_layer_head):
+        cells = [Text("unknown" if b is None else f"{b:.3f}", style=colour(b, tally.tau)) for b in row]
+        table.add_row(str(layer), *cells)
+    return table
+
+
+def answers_table(tally: Tally, exact: Tally) -> Table:
+    """The latest answers beside the 16-bit ones."""
+    table = Table(title="answers", box=box.SIMPLE_HEAD, title_style="bold", padding=(0, 1))
+    for column in ("task", "question", "16-bit cache", tally.name, ""):
+        table.add_column(column, no_wrap=True)
+    for index, item in list(enumerate(tally.asked))[-6:]:
+        table.add_row(
+            item.sample.task.replace("_", " "),
+            "... " + " ".join(item.sample.prompt.split()[-TAIL_WORDS:]),
+            answer_text(exact.asked[index]) if index < len(exact.asked) else "",
+            answer_text(item),
+            Text("right", style="green") if item.right else Text("wrong", style="bold red"),
+        )
+    return table
+
+
+def answer_text(item: Asked) -> Text:
+    return Text(item.answer or "(nothing)", style="" if item.right else "red", overflow="ellipsis")
+
+
+def figures(tally: Tally) -> Table:
+    """The totals so far."""
+    table = Table.grid(padding=(0, 2))
+    share = tally.certified_share
+    forms = ", ".join(f"{name} {count}" for name, count in tally.forms.most_common())
+    rows = [
+        (f"certified at {tally.tau:g}", "unknown" if share is None else f"{share:.1%} of {tally.measured} cells"),
+        ("worst bound", "unknown" if share is None else f"{tally.worst:.3f}"),
+        ("not measured", f"{tally.unknown} cells"),
+        ("form that decided", forms or "none"),
+        ("audit", f"{tally.audited} cells compared with exact attention, {tally.violations} violations"),
+    ]
+    for name, value in rows:
+        table.add_row(Text(name, style="bold"), value)
+    return table
+
+
+def panel(tally: Tally, exact: Tally, total: int) -> Panel:
+    """Everything about one server."""
+    parts: list[RenderableType] = [
+        Columns([heads_table(tally), answers_table(tally, exact)], padding=(0, 2)),
+        figures(tally),
+    ]
+    if len(tally.asked) == total:
+        parts.append(Text(tally.sentence(exact), style="bold"))
+    style = "green" if tally.certified_share == 1.0 else "yellow" if tally.right == exact.right else "red"
+    title = f"[bold]{tally.name}[/bold]  {len(tally.asked)} of {total} questions, {tally.right} right"
+    return Panel(Group(*parts), title=title, title_align="left", border_style=style)
+
+
+def overview(tallies: list[Tally], exact: Tally) -> Table:
+    """One line a quantizer, for the end."""
+    table = Table(title="What the meter saw, and what the answers say", box=box.ROUNDED, title_style="bold")
+    for column in ("KV cache", "answers right", "cells certified", "worst bound", "audited", "violations"):
+        table.add_column(column, justify="left" if column == "KV cache" else "right")
+    table.add_row("16 bit (not metered)", f"{exact.right} of {len(exact.asked)}", "", "", "", "")
+    for tally in tallies:
+        share = tally.certified_share
+        table.add_row(
+            tally.name,
+            f"{tally.right} of {len(tally.asked)}",
+            "unknown" if share is None else f"{share:.1%}",
+            f"{tally.worst:.3f}",
+            str(tally.audited),
+            Text(str(tally.violations), style="green" if tally.violations == 0 else "bold red"),
+        )
+    return table

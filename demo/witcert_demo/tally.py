@@ -1,0 +1,90 @@
+"""What one server showed over all questions: answers against the expected ones, and the meter's summaries added up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from witcert_demo.tasks import Sample
+
+
+@dataclass
+class Asked:
+    """One question with the server's answer and, from a metered server, its summary."""
+
+    sample: Sample
+    answer: str
+    right: bool
+    summary: dict[str, Any] | None
+
+
+@dataclass
+class Tally:
+    """Running totals of one server. Every figure the demonstration prints comes from here."""
+
+    name: str
+    asked: list[Asked] = field(default_factory=list)
+    measured: int = 0
+    unknown: int = 0
+    certified: int = 0
+    audited: int = 0
+    violations: int = 0
+    worst: float = 0.0
+    tv_max: float = 0.0
+    forms: Counter[str] = field(default_factory=Counter)
+    by_layer_head: list[list[float | None]] = field(default_factory=list)
+    tau: float = 0.0
+
+    @property
+    def right(self) -> int:
+        return sum(item.right for item in self.asked)
+
+    @property
+    def certified_share(self) -> float | None:
+        """Share of measured cells with a bound of at most tau; None before anything was measured."""
+        return self.certified / self.measured if self.measured else None
+
+    def add(self, item: Asked) -> None:
+        self.asked.append(item)
+        summary = item.summary
+        if summary is None:
+            return
+        self.tau = summary["tau"]
+        self.measured += summary["cells_measured"]
+        self.unknown += summary["cells_unknown"]
+        self.certified += summary["certified_cells"]
+        self.audited += summary["audit"]["cells"]
+        self.violations += summary["audit"]["violations"]
+        self.tv_max = max(self.tv_max, summary["audit"]["tv_max"] or 0.0)
+        self.forms.update(summary["forms"])
+        if summary["worst"] is not None:
+            self.worst = max(self.worst, summary["worst"]["meter"])
+        self.by_layer_head = merge_worst(self.by_layer_head, summary["worst_by_layer_head"])
+
+    def sentence(self, exact: Tally) -> str:
+        """What the meter saw, in one sentence, beside what the answers say."""
+        answers = (
+            f"{self.right} of {len(self.asked)} answers are right (16-bit cache: {exact.right} of {len(exact.asked)})"
+        )
+        share = self.certified_share
+        if share is None:
+            return f"{self.name}: nothing was measured, so nothing is known; {answers}."
+        if share == 1.0:
+            seen = f"every cell was certified to move attention by at most {self.tau:g} (worst bound {self.worst:.3f})"
+        else:
+            seen = (
+                f"{1 - share:.1%} of the cells could not be certified at {self.tau:g} "
+                f"(worst bound {self.worst:.2f}, true movement up to {self.tv_max:.2f})"
+            )
+        return f"{self.name}: {seen}; {answers}."
+
+
+def merge_worst(old: list[list[float | None]], new: list[list[float | None]]) -> list[list[float | None]]:
+    """The larger bound of each (layer, head); a cell nobody measured stays None."""
+    if not old:
+        return [list(row) for row in new]
+    return [
+        [b if a is None else a if b is None else max(a, b) for a, b in zip(row_a, row_b, strict=True)]
+        for row_a, row_b in zip(old, new, strict=True)
+    ]

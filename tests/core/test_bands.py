@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+from witcert_core.bands import BandMap, band_map, group_map
+from witcert_core.errors import InputError
+from witcert_core.rotary import RotarySpec
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, None), (80, None), (96, 32), (64, 0), (20, 6)])
+@pytest.mark.parametrize("num_bands", [1, 3, 16, 64])
+def test_bands_are_unions_of_pairs_and_leave_pass_through_channels_apart(
+    head_dim, rotary_dim, interleaved, num_bands
+):
+    spec = RotarySpec(head_dim, rotary_dim, interleaved)
+    bands = band_map(spec, num_bands)
+    of_pair = bands.channel_band[spec.pair_channels()]
+    assert torch.equal(of_pair[:, 0], of_pair[:, 1])
+    assert len(set(of_pair[:, 0].tolist())) == min(num_bands, spec.n_pairs)
+    rotary, passed = set(of_pair.flatten().tolist()), set(bands.channel_band[spec.dim :].tolist())
+    assert not rotary & passed
+    assert bool(passed) == (spec.dim < head_dim)
+
+
+def test_the_band_of_a_pair_is_floor_i_b_over_n():
+    bands = band_map(RotarySpec(128), 16)
+    assert bands.channel_band[:64].tolist() == [i * 16 // 64 for i in range(64)]
+
+
+def test_the_last_group_may_be_short():
+    assert group_map(80).channel_band.bincount().tolist() == [32, 32, 16]
+
+
+def test_norms_equal_a_plain_loop_in_any_leading_shape():
+    bands = band_map(RotarySpec(24, 12), 4)
+    x = torch.randn(2, 3, 24)
+    for b in range(bands.num_bands):
+        torch.testing.assert_close(
+            bands.norms(x)[..., b], x.double()[..., bands.channel_band == b].norm(dim=-1)
+        )
+
+
+@pytest.mark.parametrize("size", [1e-300, 5e-324, 1e300])
+def test_no_square_is_lost_to_underflow_or_overflow(size):
+    bands = BandMap(torch.tensor([0, 0, 1, 1]), 2)
+    norms = bands.norms(torch.tensor([3 * size, 4 * size, 1.0, 0.0], dtype=torch.float64))
+    assert norms[0].item() == pytest.approx(5 * size)
+    assert norms[1].item() == 1.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_channel_spoils_its_own_band_only(bad):
+    norms = BandMap(torch.tensor([0, 0, 1]), 2).norms(torch.tensor([bad, 1.0, 2.0]))
+    assert not norms[0].isfinite()
+    assert norms[1].item() == 2.0
+
+
+def test_bad_maps_are_refused():
+    with pytest.raises(InputError, match="every band"):
+        BandMap(torch.tensor([0, 2]), 3)
+    with pytest.raises(InputError, match="num_bands is 0"):
+        band_map(RotarySpec(8), 0)
+    with pytest.raises(InputError, match="at least 1"):
+        group_map(8, 0)
+    with pytest.raises(InputError, match="for 8"):
+        group_map(8).norms(torch.zeros(9))

@@ -1,0 +1,122 @@
+"""The command line: one-line errors with exit code 2, and what each command prints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+from pathlib import Path
+
+import pytest
+
+from witcert_core import load_policy
+from witcert_core.cli import main
+from witcert_core.hooks import quantizer_registry
+from witcert_core.presets import PRESETS, preset_text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"witcert {version('witcert')}\n"
+
+
+def test_the_installed_command_is_this_one() -> None:
+    (entry,) = entry_points(group="console_scripts", name="witcert")
+    assert entry.load() is main
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_init_writes_a_preset_that_check_accepts(
+    preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.yaml"
+    assert main(["policy", "init", "--preset", preset, str(path)]) == 0
+    assert path.read_text() == preset_text(preset)
+    assert f"WITCERT_POLICY={path}" in capsys.readouterr().out
+    assert main(["policy", "check", str(path)]) == 0
+    assert f"{path}: ok: quantizer {load_policy(path).quantizer.name}" in capsys.readouterr().out
+
+
+def test_init_defaults_and_never_overwrites(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["policy", "init"]) == 0
+    Path("policy.yaml").write_text("mine")
+    assert main(["policy", "init"]) == 2
+    assert capsys.readouterr().err == "witcert: policy.yaml: exists already; --force overwrites it\n"
+    assert Path("policy.yaml").read_text() == "mine"
+    assert main(["policy", "init", "--force"]) == 0
+    assert Path("policy.yaml").read_text() == preset_text("observe")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["polcy"], "No such command 'polcy'"),
+        (["--nonsense"], "No such option"),
+        (["policy", "check"], "Missing argument"),
+        (["policy", "check", "nowhere.yaml"], "nowhere.yaml: cannot be read: No such file or directory"),
+        (
+            ["policy", "init", "--preset", "gate", "x"],
+            "unknown preset 'gate' (did you mean 'gated'?); known: observe",
+        ),
+        (
+            ["policy", "init", "/no/such/p.yaml"],
+            "/no/such/p.yaml: cannot be written: No such file or directory",
+        ),
+        (["quantizers", "--head-dim", "0"], "Invalid value for '--head-dim'"),
+        (["bounds", "check", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("witcert: ")
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_a_bad_policy_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("version: 1\nquantizer: {name: none}\ngate: {tua: .1}")
+    assert main(["policy", "check", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"witcert: {path}: gate.tua: unknown key (did you mean 'tau'?)")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["policy"], ["bounds"]])
+def test_without_a_command_it_helps(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert "Usage: witcert" in printed.out + printed.err
+    assert "witcert: \n" not in printed.err
+
+
+def test_quantizers_lists_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantizers", "--head-dim", "80"]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.split()}
+    assert set(quantizer_registry().names()) <= set(rows)
+    assert rows["int8_dither"][1:4] == ["dither", "172", "53.8%"]
+    assert rows["int8_dither_w"][1:3] == ["dither+w", "175"]
+    assert rows["int4_token_group"][1:5] == ["witness", "104", "32.5%", "group_size"]
+    assert rows["none"][-3:] == ["witcert", "(built", "in)"]
+
+
+def test_quantizers_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantizers", "--check"]) == 0
+    assert "all keep their contract" in capsys.readouterr().out
+
+
+def test_the_command_as_a_process(tmp_path: Path) -> None:
+    """Exit code and streams as a shell sees them, from another directory."""
+    command = [sys.executable, "-c", "import sys; from witcert_core.cli import main; sys.exit(main())"]
+    done = subprocess.run(
+        [*command, "policy", "check", "p.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "witcert: p.yaml: cannot be read: No such file or directory\n"

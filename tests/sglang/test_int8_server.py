@@ -1,0 +1,43 @@
+"""The dithered INT8 cache on the original model: certified, right, and honest about rows between the stride."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Metered, ask_many, samples_of_each_task
+
+pytestmark = pytest.mark.sglang
+
+
+def test_answers_bounds_and_claim(int8_original: Metered) -> None:
+    asked = ask_many(int8_original.server, samples_of_each_task(6))
+    assert sum(a.right for a in asked) >= 0.95 * len(asked)
+    summaries = [a.summary for a in asked if a.summary is not None]
+    assert len(summaries) == len(asked)
+    measured = sum(s["cells_measured"] for s in summaries)
+    assert sum(s["certified_cells"] for s in summaries) >= 0.9 * measured > 0
+    assert sum(s["audit"]["violations"] for s in summaries) == 0
+    assert sum(s["audit"]["cells"] for s in summaries) > 100
+    for summary in summaries:
+        assert summary["tier"] == "dither"
+        assert "non-adaptive" in summary["claim"]
+        assert 0 < summary["delta"]["spent"] <= summary["delta"]["request"]
+        assert summary["tier_w_beside"]["cells"] == summary["cells_measured"]
+
+
+def test_rows_between_the_stride_are_unknown(int8_original: Metered) -> None:
+    prompt = samples_of_each_task(1, seed=5)[0].prompt
+    reply = int8_original.generate(prompt, max_new_tokens=8, ignore_eos=True)
+    summary = reply["meta_info"]["witcert"]
+    decode_rows = reply["meta_info"]["completion_tokens"] - 1
+    prompt_rows = reply["meta_info"]["prompt_tokens"] - reply["meta_info"]["cached_tokens"]
+    assert summary["rows_seen"] == decode_rows + prompt_rows
+    assert summary["rows_metered"] == -(-decode_rows // 3) + 2  # every third decode row; max_rows of the prompt
+    assert summary["cells_unknown"] == (summary["rows_seen"] - summary["rows_metered"]) * 16
+    assert set(summary["unknown_reasons"]) == {"stride", "max_rows"}
+
+
+def test_stored_prefill_cold_equals_warm(int8_original: Metered) -> None:
+    prompt = samples_of_each_task(1, seed=9)[1].prompt
+    cold, warm = int8_original.generate(prompt), int8_original.generate(prompt)
+    assert warm["meta_info"]["cached_tokens"] > 400 > cold["meta_info"]["cached_tokens"]
+    assert warm["output_ids"] == cold["output_ids"]

@@ -1,0 +1,211 @@
+"""What cannot be metered is refused by name, in one line, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import witcert_sglang
+from conftest import write_policy
+from sglang.srt.configs.model_config import AttentionArch
+from witcert_demo.servers import server_environment
+from witcert_sglang import support
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.policy import parse_policy
+
+pytestmark = pytest.mark.sglang
+NONE = {"quantizer": {"name": "none"}}
+
+
+def launch(model: Path, policy: Path, options: Sequence[str] = (), extra_path: Path | None = None) -> tuple[int, str]:
+    """Exit code and output of a server that must not come up; it is given two minutes to refuse."""
+    env = server_environment(policy)
+    if extra_path is not None:
+        env["PYTHONPATH"] = str(extra_path)
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", *options]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    return done.returncode, done.stdout + done.stderr
+
+
+def refusal(code: int, output: str, traces: bool = False) -> str:
+    """The one line of ours; there must be exactly one, no traceback (unless SGLang logs its own), nothing started."""
+    lines = [line for line in output.splitlines() if line.startswith("witcert:")]
+    assert code != 0, output
+    assert len(lines) == 1, output
+    assert traces or "Traceback" not in output
+    assert "Load weight" not in output
+    return lines[0]
+
+
+def changed_config(source: Path, target: Path, **changes: object) -> Path:
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    return target
+
+
+def test_unknown_quantizer(checkpoint: Path, tmp_path: Path) -> None:
+    policy = write_policy(tmp_path / "p.yaml", quantizer={"name": "int8_dithr"})
+    line = refusal(*launch(checkpoint, policy))
+    assert "int8_dithr" in line
+    assert "int8_dither" in line
+
+
+def test_policy_with_a_typo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = write_policy(tmp_path / "p.yaml", **NONE, meter={"strid": 4})
+    monkeypatch.setenv("WITCERT_POLICY", str(policy))
+    with pytest.raises(SystemExit, match=r"^witcert: .*strid.*stride"):
+        witcert_sglang.load()
+
+
+def test_policy_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WITCERT_POLICY", str(tmp_path / "p.yaml"))
+    with pytest.raises(SystemExit, match=r"^witcert: .*p\.yaml"):
+        witcert_sglang.load()
+
+
+def test_missing_model(tmp_path: Path) -> None:
+    line = refusal(*launch(tmp_path / "nowhere", write_policy(tmp_path / "p.yaml", **NONE)))
+    assert "nowhere" in line
+
+
+def test_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UnsupportedError, match=f"--port {port}"):
+            support.check_port("127.0.0.1", port)
+
+
+def test_mla(checkpoint: Path, tmp_path: Path) -> None:
+    model = changed_config(
+        checkpoint,
+        tmp_path / "model",
+        architectures=["DeepseekV2ForCausalLM"],
+        model_type="deepseek_v2",
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        q_lora_rank=None,
+    )
+    line = refusal(*launch(model, write_policy(tmp_path / "p.yaml", **NONE)))
+    assert "MLA" in line
+
+
+def on_import_of(module: str, statements: str) -> str:
+    """A sitecustomize that runs `statements` in every process just before `module` is imported."""
+    return (
+        "import sys, importlib.abc\n"
+        "class Saboteur(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            sys.meta_path.remove(self)\n"
+        f"            {statements}\n"
+        "sys.meta_path.insert(0, Saboteur())\n"
+    )
+
+
+def test_a_lost_hook_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    """An SGLang whose private function has gone: SGLang would log it and serve unmetered."""
+    breakage = "from sglang.srt.managers.scheduler import Scheduler; del Scheduler.get_init_info"
+    (tmp_path / "sitecustomize.py").write_text(on_import_of("witcert_sglang.plugin", breakage))
+    line = refusal(*launch(checkpoint, write_policy(tmp_path / "p.yaml", **NONE), extra_path=tmp_path), traces=True)
+    assert "get_init_info" in line
+
+
+def test_a_broken_adapter_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    """The adapter's own code cannot be imported: SGLang would log that and serve unmetered."""
+    (tmp_path / "sitecustomize.py").write_text(
+        on_import_of("witcert_core.policy", "raise ImportError('half installed')")
+    )
+    line = refusal(*launch(checkpoint, write_policy(tmp_path / "p.yaml", **NONE), extra_path=tmp_path))
+    assert "half installed" in line
+
+
+FINE = {name: allowed for name, (allowed, _) in support._REFUSED_OPTIONS.items()} | {
+    "kv_cache_dtype": "auto",
+    "attention_backend": "torch_native",
+    "prefill_attention_backend": None,
+    "decode_attention_backend": None,
+    "device": "cpu",
+    "disable_cuda_graph": False,
+}
+
+
+def test_plain_options_pass() -> None:
+    support.check_server(SimpleNamespace(**FINE))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("tp_size", 2, "tensor parallelism"),
+        ("pp_size", 2, "pipeline"),
+        ("dp_size", 2, "data parallelism"),
+        ("speculative_algorithm", "EAGLE", "speculative decoding"),
+        ("enable_hierarchical_cache", True, "HiCache"),
+        ("enable_lmcache", True, "LMCache"),
+        ("disaggregation_mode", "prefill", "disaggregation"),
+        ("enable_torch_compile", True, "torch.compile"),
+        ("tokenizer_worker_num", 2, "tokenizer"),
+        ("kv_cache_dtype", "fp8_e4m3", "fp8_e4m3"),
+        ("attention_backend", "fa3", "fa3"),
+        ("decode_attention_backend", "flashinfer", "flashinfer"),
+        ("device", "cuda", "--disable-cuda-graph"),
+    ],
+)
+def test_options_refused_by_name(option: str, value: object, named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        support.check_server(SimpleNamespace(**{**FINE, option: value}))
+
+
+def model_config(**changes: object) -> SimpleNamespace:
+    text = SimpleNamespace(attn_logit_softcapping=changes.pop("soft_cap", None))
+    fields = {
+        "hf_config": SimpleNamespace(architectures=["M"]),
+        "hf_text_config": text,
+        "attention_arch": AttentionArch.MHA,
+    }
+    return SimpleNamespace(**{**fields, "head_dim": 64, "v_head_dim": 64, **changes})
+
+
+def test_models_refused_by_name() -> None:
+    support.check_model(model_config(), "torch_native")
+    support.check_model(model_config(soft_cap=50.0), "triton")
+    for changes, named in (
+        ({"soft_cap": 50.0}, "attn_logit_softcapping"),
+        ({"head_dim": 192, "v_head_dim": 128}, "equal widths"),
+        ({"head_dim": 72, "v_head_dim": 72}, "head_dim 72"),
+        ({"attention_arch": AttentionArch.MLA}, "MLA"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+    ):
+        with pytest.raises(UnsupportedError, match=named):
+            support.check_model(model_config(**changes), "torch_native")
+
+
+def test_pools_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="SimpleNamespace"):
+        support.check_pool(SimpleNamespace(kv_cache_layout="nhd", dtype=torch.float32))
+
+
+def test_gates_that_repair_are_refused() -> None:
+    policy = parse_policy({"version": 1, **NONE, "gate": {"kind": "combined"}})
+    with pytest.raises(UnsupportedError, match=r"gate\.kind"):
+        support.check_policy(policy, policy.build_quantizer())
+
+
+def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "version", lambda _name: "0.6.0")
+    with pytest.raises(UnsupportedError, match=r"0\.6\.0"):
+        support.check_version()

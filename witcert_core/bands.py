@@ -1,0 +1,88 @@
+"""Partitions of a head's channels over which residual norms are kept.
+
+Cauchy-Schwarz holds band by band for any partition, so a post-RoPE witness is sound whatever the map.
+Bands made of whole rotary pairs also survive a rotation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from witcert_core.errors import InputError
+from witcert_core.rotary import RotarySpec
+
+
+@dataclass(frozen=True)
+class BandMap:
+    """A partition of ``D`` channels into ``num_bands`` bands.
+
+    Args:
+        channel_band: int64 ``[D]``, the band of each channel, each band used at least once.
+        num_bands: ``B``.
+    """
+
+    channel_band: Tensor
+    num_bands: int
+
+    def __post_init__(self) -> None:
+        used = torch.unique(self.channel_band)
+        if self.channel_band.dim() != 1 or used.tolist() != list(range(self.num_bands)):
+            raise InputError(
+                f"channel_band uses bands {used.tolist()}; it must be one-dimensional and use every band "
+                f"in 0..{self.num_bands - 1}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Number of channels ``D``."""
+        return int(self.channel_band.numel())
+
+    def norms(self, x: Tensor) -> Tensor:
+        """Euclidean norm of ``x [..., D]`` in each band, float64 ``[..., B]``.
+
+        NaN or infinity in a channel makes its band NaN or infinite. Values are scaled by the band's
+        largest magnitude first, so that no square is lost to under- or overflow.
+        """
+        if x.shape[-1] != self.head_dim:
+            raise InputError(f"x has {x.shape[-1]} channels; this band map is for {self.head_dim}")
+        value = x.to(torch.float64).abs()
+        index = self.channel_band.to(x.device).expand(value.shape)
+        zeros = torch.zeros(*x.shape[:-1], self.num_bands, dtype=torch.float64, device=x.device)
+        peak = zeros.scatter_reduce(-1, index, value, "amax")
+        unit = torch.where((peak > 0) & peak.isfinite(), peak, torch.ones_like(peak))
+        total = zeros.scatter_add(-1, index, (value / unit.gather(-1, index)).square())
+        return total.sqrt() * unit
+
+
+def band_map(spec: RotarySpec, num_bands: int = 16) -> BandMap:
+    """Bands of rotary pairs: pair ``i`` goes to band ``floor(i * B / n_pairs)``.
+
+    Channels that RoPE does not touch form bands of their own after the rotary ones, as many as keeps
+    their width near that of a rotary band. Fewer than ``num_bands`` pairs give one pair per band.
+    """
+    if num_bands < 1:
+        raise InputError(f"num_bands is {num_bands}; it must be at least 1")
+    channel_band = torch.empty(spec.head_dim, dtype=torch.int64)
+    rotary_bands = min(num_bands, spec.n_pairs)
+    pairs = spec.pair_channels()
+    if rotary_bands:
+        band = torch.arange(spec.n_pairs) * rotary_bands // spec.n_pairs
+        channel_band[pairs.reshape(-1)] = band.repeat_interleave(2)
+    rest = spec.head_dim - spec.dim
+    total = rotary_bands
+    if rest:
+        width = -(-spec.dim // rotary_bands) if rotary_bands else -(-rest // min(num_bands, rest))
+        extra = -(-rest // width)
+        channel_band[spec.dim :] = rotary_bands + torch.arange(rest) * extra // rest
+        total += extra
+    return BandMap(channel_band, total)
+
+
+def group_map(head_dim: int, group: int = 32) -> BandMap:
+    """Bands of ``group`` consecutive channels; the last may be short."""
+    if head_dim < 1 or group < 1:
+        raise InputError(f"head_dim={head_dim} and group={group} must both be at least 1")
+    return BandMap(torch.arange(head_dim) // group, -(-head_dim // group))

@@ -1,0 +1,49 @@
+"""`witcert quantizers`: what a policy can name."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from witcert_core.hooks import quantizer_registry
+from witcert_core.quantizers import QuantizerRegistry
+from witcert_core.quantizers.conformance import check_quantizer
+
+PIPE_WIDTH = 160
+
+
+def show(
+    head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head, for the byte counts.")] = 128,
+    check: Annotated[bool, typer.Option("--check", help="Also hold each against its contract.")] = False,
+) -> None:
+    """List the quantizers, those of installed plugins included."""
+    registry = quantizer_registry()
+    table = Table("name", "tier", f"bytes (D={head_dim})", "of 16 bit", "parameters", "from", box=SIMPLE)
+    for name in registry.names():
+        table.add_row(name, *_row(registry, name, head_dim))
+    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
+    if check:
+        ready = [name for name in registry.names() if not registry.required(name)]
+        for name in ready:
+            check_quantizer(registry.get(name), head_dim)
+        typer.echo(
+            f"{len(ready)} of {len(registry.names())} checked at head_dim {head_dim}: all keep their contract"
+        )
+
+
+def _row(registry: QuantizerRegistry, name: str, head_dim: int) -> tuple[str, ...]:
+    cls = registry.cls(name)
+    size = None if registry.required(name) else registry.get(name).bytes_per_token_head(head_dim)
+    exact = 4.0 * head_dim
+    return (
+        cls.tier + ("+w" if cls.stored_witness else ""),
+        "not declared" if size is None else f"{size:g}",
+        "" if size is None else f"{size / exact:.1%}",
+        ", ".join(registry.parameters(name)),
+        registry.source(name),
+    )

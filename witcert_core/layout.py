@@ -1,0 +1,103 @@
+"""Bytes of the packed INT8 cache and order of the accumulator fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from witcert_core.dither import GROUP, num_groups
+from witcert_core.errors import InputError
+
+
+class AccField(IntEnum):
+    """Fields of one cell's accumulator ``[..., 16]``; sums are over visible tokens with weights ``p~``.
+
+    "Heaviest" is the token ``h`` with the largest weight; fields with ``_R`` are over all the others.
+    Every field is rounded outward: up, except ``P_H`` and ``RHO_MIN``, which are rounded down.
+    """
+
+    ETA = 0
+    """``sum p~ (e^c - 1)``"""
+    Q = 1
+    """``sum p~ (e^c - 1)^2``"""
+    M = 2
+    """largest radius"""
+    P_H = 3
+    """weight of the heaviest token, rounded down"""
+    C_H = 4
+    """radius of the heaviest token"""
+    ETA_R = 5
+    Q_R = 6
+    M_R = 7
+    MASS_R = 8
+    """``1 - p_h``, summed, not subtracted"""
+    LOG_A = 9
+    """``log sum p~ e^c``, unclipped"""
+    V2 = 10
+    """``sum p~ ||v~||^2``"""
+    RHO1 = 11
+    """``sum p~ rho``"""
+    RHO2 = 12
+    """``sum p~ rho^2``"""
+    RHO_MAX = 13
+    RHO_MIN = 14
+    V_RADIUS = 15
+    """``max ||v~ - centre||`` for one centre, which is 0 or the attention output"""
+
+
+NUM_ACC_FIELDS = len(AccField)
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Byte layout of one token and KV head of the packed INT8 cache, K then V.
+
+    Args:
+        head_dim: K channels ``D``.
+        v_head_dim: V channels, default ``D``.
+        bypass_pairs: K channel pairs kept in 16 bit beside the (zeroed) codes.
+        stored_witness: one residual-norm byte per K group.
+    """
+
+    head_dim: int
+    v_head_dim: int | None = None
+    bypass_pairs: int = 0
+    stored_witness: bool = False
+
+    def __post_init__(self) -> None:
+        if self.head_dim < 1 or self.v_dim < 1:
+            raise InputError(f"head_dim={self.head_dim}, v_head_dim={self.v_dim}; both must be at least 1")
+        if not 0 <= self.bypass_pairs <= self.head_dim // 2:
+            raise InputError(f"bypass_pairs is {self.bypass_pairs}; allowed are 0..{self.head_dim // 2}")
+
+    @property
+    def v_dim(self) -> int:
+        """V channels."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    def fields(self) -> dict[str, tuple[int, int]]:
+        """Name -> (byte offset, bytes), in storage order; absent fields are left out."""
+        sizes = {
+            "k_codes": self.head_dim,
+            "k_scales": 2 * num_groups(self.head_dim, GROUP),
+            "k_bypass": 4 * self.bypass_pairs,
+            "k_witness": num_groups(self.head_dim, GROUP) if self.stored_witness else 0,
+            "v_codes": self.v_dim,
+            "v_scales": 2 * num_groups(self.v_dim, GROUP),
+        }
+        table: dict[str, tuple[int, int]] = {}
+        offset = 0
+        for name, size in sizes.items():
+            if size:
+                table[name] = (offset, size)
+            offset += size
+        return table
+
+    @property
+    def bytes_per_token_head(self) -> int:
+        """272 at D = 128; 276 with the witness; 288 with 4 bypassed pairs; 172 at D = 80."""
+        return sum(size for _, size in self.fields().values())
+
+    def capacity_ratio(self) -> float:
+        """Tokens per byte against a 16-bit cache of the same head: ``2 (D + Dv) / bytes``."""
+        return 2.0 * (self.head_dim + self.v_dim) / self.bytes_per_token_head

@@ -1,0 +1,58 @@
+"""From total variation to the distance between exact and compressed attention outputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from witcert_core.accumulate import SUM_SLACK
+from witcert_core.bounds._common import RESULT_UP
+from witcert_core.layout import AccField
+
+
+def output_bound(
+    acc: Tensor, tv: Tensor, o_norm: Tensor, has_sink: bool = False, extra_tv: Tensor | float = 0.0
+) -> Tensor:
+    """Absolute bound on ``||o - o~||``: ``X + sum p~ rho``, ``X`` the smaller of two.
+
+    * ``TV (diam(v~) + max rho - min rho)``, where a sink adds the vector 0 and the radius 0 to the set;
+    * ``A sqrt(Q) (sqrt(sum p~ ||v~||^2 - ||o~||^2) + sqrt(sum p~ rho^2 - (sum p~ rho)^2))``. Without the
+      second root it is wrong: the weights move towards tokens whose value radius is larger.
+
+    Args:
+        acc: ``[..., 16]`` accumulators with their output fields. ``V_RADIUS`` is around 0 or around ``o~``.
+        tv: ``[...]`` a bound on TV from the same weights and radii.
+        o_norm: ``[...]`` ``||o~||`` of the same weights, sink included.
+        has_sink: a learned sink takes part.
+        extra_tv: further TV between the accumulators' weights and the kernel's, 0 when they are the same.
+
+    Returns:
+        float64 ``[...]``, rounded up; +inf where anything is unknown, never NaN.
+    """
+    slack = SUM_SLACK[acc.dtype]
+    field = acc.to(torch.float64)
+    down = 1.0 - 2.0 * slack
+    norm = o_norm.to(torch.float64)
+    radius, rho_min = field[..., AccField.V_RADIUS], field[..., AccField.RHO_MIN]
+    if has_sink:
+        radius, rho_min = torch.maximum(radius, norm), torch.zeros_like(rho_min)
+    diameter = 2.0 * radius
+    by_mass = tv.to(torch.float64) * (diameter + field[..., AccField.RHO_MAX] - rho_min)
+
+    rho1, rho2 = field[..., AccField.RHO1], field[..., AccField.RHO2]
+    spread_v = (field[..., AccField.V2] - (norm * down).square()).clamp(min=0.0).sqrt()
+    spread_rho = (rho2 - (rho1 * down).square()).clamp(min=0.0).sqrt()
+    by_variance = (1.0 + field[..., AccField.ETA]) * field[..., AccField.Q].sqrt() * (spread_v + spread_rho)
+
+    moved = torch.minimum(by_mass.nan_to_num(nan=float("inf")), by_variance.nan_to_num(nan=float("inf")))
+    total = moved + torch.as_tensor(extra_tv, dtype=torch.float64, device=acc.device) * diameter + rho1
+    total = torch.where(norm.isfinite(), total * RESULT_UP, float("inf"))
+    return total.nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def relative_output_bound(absolute: Tensor, o_norm: Tensor) -> Tensor:
+    """``absolute / ||o~||``, float64 ``[...]``: 0 where both are 0, +inf where the norm is 0 or unknown."""
+    bound, norm = absolute.to(torch.float64), o_norm.to(torch.float64)
+    ratio = bound / norm * RESULT_UP
+    ratio = torch.where((norm == 0) & (bound == 0), 0.0, ratio)
+    return torch.where(norm.isfinite(), ratio, float("inf")).nan_to_num(nan=float("inf"), posinf=float("inf"))

@@ -1,0 +1,237 @@
+"""The policy file: what to quantize, how to meter it, what to do about it, what to report.
+
+Every section but `quantizer` may be left out. Unknown keys and impossible values are refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from witcert_core.errors import PluginError, PolicyError, QuantizerError
+from witcert_core.gates import Gate
+from witcert_core.hooks import gate_registry, quantizer_registry
+from witcert_core.policy_errors import describe_validation_error
+from witcert_core.policy_yaml import PolicyLoader
+from witcert_core.quantizers import Quantizer
+from witcert_core.quantizers.base import Tier
+
+MAX_LAYER = 65_535
+_RANGE = re.compile(r"(\d+)\s*-\s*(\d+)")
+
+
+@contextmanager
+def _at_key(key: str) -> Iterator[None]:
+    """Put the key path before what a registry has to say."""
+    try:
+        yield
+    except (QuantizerError, PluginError) as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def parse_layers(given: object) -> object:
+    """A layer list as written (3, "0-3", [0, "4-7"]) as sorted ids; None, every layer, stays None."""
+    if given is None:
+        return None
+    items = list(given) if isinstance(given, (list, tuple)) else [given]
+    layers: set[int] = set()
+    for item in items:
+        layers.update(_layer_range(item))
+    if not layers:
+        raise ValueError("names no layer; write null for every layer")
+    return tuple(sorted(layers))
+
+
+def _layer_range(item: object) -> range:
+    if isinstance(item, int) and not isinstance(item, bool):
+        first = last = item
+    elif isinstance(item, str) and (match := _RANGE.fullmatch(item.strip())):
+        first, last = int(match[1]), int(match[2])
+    else:
+        raise ValueError(f'has the entry {item!r}; allowed: layer ids and ranges, e.g. [0, "4-7"]')
+    if not 0 <= first <= last <= MAX_LAYER:
+        raise ValueError(f"has the entry {item!r}; layers run upwards from 0 to at most {MAX_LAYER}")
+    return range(first, last + 1)
+
+
+Layers = Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class QuantizerSettings(_Section):
+    """Which quantizer, its parameters, and the layers it applies to (null: all; the others stay exact)."""
+
+    name: str
+    params: dict[str, Any] = Field(default_factory=dict)
+    layers: Layers = None
+
+    def layers_of(self, model_layers: Sequence[int]) -> tuple[int, ...]:
+        """Those of the model's layer ids that are quantized; PolicyError if one named is not among them."""
+        return _choose(self.layers, model_layers, "quantizer.layers")
+
+
+class MeterSettings(_Section):
+    """What is measured, how often, and with which claim."""
+
+    tier: Literal["auto", "witness", "dither"] = "auto"
+    form: Literal["auto", "extremal", "tanh", "jensen", "needle", "eform", "rms"] = "auto"
+    delta: float = Field(default=0.01, gt=0, lt=1)
+    max_rows: int = Field(default=8, ge=1)
+    stride: int = Field(default=32, ge=1)
+    layers: Layers = None
+    audit_every: int = Field(default=0, ge=0)
+    declared_rows: int | None = Field(default=None, ge=1)
+
+    def layers_of(self, model_layers: Sequence[int]) -> tuple[int, ...]:
+        """Those of the model's layer ids that are metered; PolicyError if one named is not among them."""
+        return _choose(self.layers, model_layers, "meter.layers")
+
+
+class GateSettings(_Section):
+    """What is done about a cell whose bound is too high."""
+
+    kind: str = "observe"
+    target: Literal["tv", "output", "both"] = "both"
+    tau: float = Field(default=0.2, gt=0, le=1)
+    tau_out: float = Field(default=0.1, gt=0)
+    risk_tau: float = Field(default=5.0, gt=0)
+    block_size: int = Field(default=16, ge=1)
+    max_pagein_bytes: int | None = Field(default=None, ge=0)
+    on_exhausted: Literal["serve", "abort"] = "serve"
+
+
+class ReportSettings(_Section):
+    """Where the measurements go."""
+
+    jsonl: Annotated[str, StringConstraints(min_length=1)] | None = None
+    cells: Literal["none", "worst", "all"] = "none"
+    prometheus: bool = True
+    per_request: bool = True
+
+
+class Policy(_Section):
+    """A checked policy. `Policy(...)` raises pydantic's error, `load_policy` and `parse_policy` ours."""
+
+    version: Literal[1]
+    quantizer: QuantizerSettings
+    prefill_reads: Literal["chunk_exact", "stored"] = "chunk_exact"
+    meter: MeterSettings = Field(default_factory=MeterSettings)
+    gate: GateSettings = Field(default_factory=GateSettings)
+    report: ReportSettings = Field(default_factory=ReportSettings)
+    _quantizer: Quantizer = PrivateAttr()
+    _gate: Gate = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Policy:
+        registry, wanted = quantizer_registry(), self.quantizer
+        with _at_key("quantizer.name"):
+            registry.cls(wanted.name)
+        with _at_key("quantizer.params"):
+            self._quantizer = registry.get(wanted.name, wanted.params)
+        with _at_key("gate.kind"):
+            self._gate = gate_registry().build(self.gate.kind, self.gate.model_dump())
+        self._check_tier()
+        self._force_stride()
+        if self.report.cells != "none" and self.report.jsonl is None:
+            raise ValueError(
+                f"report.cells: is {self.report.cells!r}, but cell records go to report.jsonl, which is "
+                "null; give it a path or set report.cells to 'none'"
+            )
+        return self
+
+    def _check_tier(self) -> None:
+        if self.meter.tier == "dither" and self._quantizer.tier != "dither":
+            raise ValueError(
+                f"meter.tier: is 'dither', but quantizer {self.quantizer.name!r} has no dither law; "
+                "allowed: 'auto', 'witness', or a dithered quantizer such as 'int8_dither'"
+            )
+
+    def _force_stride(self) -> None:
+        if not self._gate.repairs:
+            return
+        if "stride" in self.meter.model_fields_set and self.meter.stride != 1:
+            raise ValueError(
+                f"meter.stride: is {self.meter.stride}, but gate {self.gate.kind!r} repairs and needs every "
+                "cell; leave the key out, set it to 1, or set gate.kind to 'observe'"
+            )
+        # The model is frozen for its users; this is still its construction.
+        self.__dict__["meter"] = self.meter.model_copy(update={"stride": 1})
+
+    @property
+    def repairs(self) -> bool:
+        """Whether the gate writes exact blocks back."""
+        return self._gate.repairs
+
+    @property
+    def tier(self) -> Tier:
+        """The tier the meter claims: meter.tier, or with 'auto' the quantizer's own."""
+        return self._quantizer.tier if self.meter.tier == "auto" else self.meter.tier
+
+    def build_quantizer(self) -> Quantizer:
+        """The quantizer with its parameters; quantizers are frozen, so it is always the same one."""
+        return self._quantizer
+
+    def build_gate(self) -> Gate:
+        """The gate with its thresholds; gates are frozen and decide from what they are shown alone."""
+        return self._gate
+
+
+def _choose(named: tuple[int, ...] | None, model_layers: Sequence[int], key: str) -> tuple[int, ...]:
+    if named is None:
+        return tuple(model_layers)
+    missing = [layer for layer in named if layer not in set(model_layers)]
+    if missing:
+        raise PolicyError(
+            f"{key}: names layer {missing[0]}, but the model's attention layers are {_compact(model_layers)}"
+        )
+    return named
+
+
+def _compact(layers: Sequence[int]) -> str:
+    contiguous = list(layers) == list(range(layers[0], layers[-1] + 1)) if layers else False
+    return f"{layers[0]}-{layers[-1]}" if contiguous else str(list(layers))
+
+
+def parse_policy(data: object, origin: str = "policy") -> Policy:
+    """A Policy from loaded YAML; PolicyError (one line, starting with `origin`) if it is not a valid one."""
+    if not isinstance(data, dict):
+        raise PolicyError(
+            f"{origin}: holds {type(data).__name__}, expected a mapping with at least version and quantizer; "
+            "`witcert policy init` writes one"
+        )
+    try:
+        return Policy.model_validate(data)
+    except ValidationError as error:
+        raise PolicyError(f"{origin}: {describe_validation_error(error, Policy)}") from error
+
+
+def load_policy(path: str | Path) -> Policy:
+    """Read and check a policy file; PolicyError names the file, key path, value and what is allowed."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise PolicyError(f"{path}: cannot be read: {reason}") from error
+    try:
+        data = yaml.load(text, Loader=PolicyLoader)
+    except yaml.YAMLError as error:
+        raise PolicyError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    return parse_policy(data, str(path))

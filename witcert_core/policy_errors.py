@@ -1,0 +1,61 @@
+"""pydantic's findings as one line a user can act on: key path, value, what is allowed, what was meant."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
+
+from witcert_core.suggest import did_you_mean, listed
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+_VALUE_LENGTH = 80
+_YAML_WORDS = ((None, "null"), (True, "true"), (False, "false"))
+
+
+def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
+    """All findings, separated by '; '."""
+    return "; ".join(dict.fromkeys(_describe(detail, model) for detail in error.errors()))
+
+
+def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
+    path = ".".join(str(part) for part in detail["loc"])
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        keys = _keys_beside(detail["loc"], model)
+        return f"{path}: unknown key{did_you_mean(detail['loc'][-1], keys)}; allowed: {listed(keys)}"
+    if kind == "missing":
+        return f"{path}: is missing; it has no default"
+    if kind == "value_error" and not path:
+        return str(context["error"])
+    if kind == "value_error":
+        return f"{path}: {context['error']}"
+    value = _shown(detail["input"])
+    if kind == "literal_error":
+        allowed = str(context["expected"])
+        words = [word.strip("' ") for word in allowed.replace(" or ", ", ").split(",")]
+        return f"{path}: is {value}{did_you_mean(detail['input'], words)}; allowed: {allowed}"
+    if kind in ("model_type", "model_attributes_type"):
+        return (
+            f"{path}: is {value}; allowed: a mapping with the keys {listed(_keys_of(detail['loc'], model))}"
+        )
+    message = detail["msg"].removeprefix("Input should be ")
+    return f"{path}: is {value}; allowed: {message}"
+
+
+def _shown(value: object) -> str:
+    text = next((word for known, word in _YAML_WORDS if value is known), None) or repr(value)
+    return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
+
+
+def _keys_beside(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
+    return _keys_of(loc[:-1], model)
+
+
+def _keys_of(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
+    current: Any = model
+    for part in loc:
+        current = current.model_fields[part].annotation
+    return list(current.model_fields)

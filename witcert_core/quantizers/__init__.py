@@ -1,0 +1,30 @@
+"""Quantizers: what they are, which exist, and how a plain function becomes one."""
+
+from witcert_core.quantizers.base import DitheredQuantizer, Encoded, QuantContext, Quantizer
+from witcert_core.quantizers.cast import Float8E4M3Cast, Float8E5M2Cast, NoQuantizer
+from witcert_core.quantizers.function import quantizer
+from witcert_core.quantizers.int8_dither import Int8Dither, Int8DitherWitness
+from witcert_core.quantizers.registry import REGISTRY, QuantizerRegistry
+from witcert_core.quantizers.token_group import Int2TokenGroup, Int4TokenGroup, Int8TokenGroup
+
+for _builtin in (
+    NoQuantizer,
+    Float8E4M3Cast,
+    Float8E5M2Cast,
+    Int8TokenGroup,
+    Int4TokenGroup,
+    Int2TokenGroup,
+    Int8Dither,
+    Int8DitherWitness,
+):
+    REGISTRY.register(_builtin)
+
+__all__ = [
+    "REGISTRY",
+    "DitheredQuantizer",
+    "Encoded",
+    "QuantContext",
+    "Quantizer",
+    "QuantizerRegistry",
+    "quantizer",
+]

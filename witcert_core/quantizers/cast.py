@@ -1,0 +1,60 @@
+"""No quantization, and the plain casts to 8-bit floats that engines offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from witcert_core.quantizers.base import Kind, QuantContext, Quantizer, check_input
+
+
+@dataclass(frozen=True)
+class NoQuantizer(Quantizer):
+    """The exact 16-bit cache: what metering costs when there is nothing to find."""
+
+    name: ClassVar[str] = "none"
+
+    def fake_quantize(
+        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
+    ) -> Tensor:
+        check_input(self.name, x, kind, positions, ctx)
+        return x.clone()
+
+    def bytes_per_token_head(self, head_dim: int) -> float:
+        return 4.0 * head_dim
+
+
+@dataclass(frozen=True)
+class _Float8Cast(Quantizer):
+    """Scale 1, ties to even; beyond the largest finite value (Inf too) it saturates, NaN stays NaN."""
+
+    float8: ClassVar[torch.dtype]
+
+    def fake_quantize(
+        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
+    ) -> Tensor:
+        check_input(self.name, x, kind, positions, ctx)
+        largest = torch.finfo(self.float8).max
+        return x.clamp(-largest, largest).to(self.float8).to(torch.float32)
+
+    def bytes_per_token_head(self, head_dim: int) -> float:
+        return 2.0 * head_dim
+
+
+@dataclass(frozen=True)
+class Float8E4M3Cast(_Float8Cast):
+    """4 exponent and 3 mantissa bits, largest value 448."""
+
+    name: ClassVar[str] = "fp8_e4m3_cast"
+    float8: ClassVar[torch.dtype] = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Float8E5M2Cast(_Float8Cast):
+    """5 exponent and 2 mantissa bits, largest value 57344."""
+
+    name: ClassVar[str] = "fp8_e5m2_cast"
+    float8: ClassVar[torch.dtype] = torch.float8_e5m2

@@ -1,0 +1,202 @@
+"""What every quantizer must keep to, as checks that name the broken promise; plugins can use them too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from witcert_core.dither import DitherKey, num_groups
+from witcert_core.errors import QuantizerError
+from witcert_core.quantizers.base import KINDS, DitheredQuantizer, Kind, QuantContext, Quantizer
+from witcert_core.rotary import RotarySpec
+
+FP16_MAX = 65504.0
+_LAYER = 3
+_NUM_GROUPS_OF_TOKENS = 5
+_FIRST_HEAD = 4
+
+
+def check_quantizer(quantizer: Quantizer, head_dim: int = 128, num_heads: int = 3) -> None:
+    """Raise QuantizerError unless the quantizer keeps its contract at this head_dim.
+
+    For K and V: shape, dtype and finiteness of the result; the input untouched; the same result again, for a
+    token alone as in any batch, and for a head alone as on any tensor-parallel rank; a NaN or Inf confined to
+    its own token (group) and head; a plausible number of bytes.
+    """
+    case = _Case(quantizer, head_dim, num_heads)
+    for kind in KINDS:
+        for check in (
+            _check_form,
+            _check_repeatable,
+            _check_tokens,
+            _check_heads,
+            _check_nonfinite,
+            _check_empty,
+        ):
+            try:
+                check(case, kind)
+            except Exception as error:
+                cause = (
+                    str(error) if isinstance(error, QuantizerError) else f"{type(error).__name__}: {error}"
+                )
+                where = f"quantizer {quantizer.name!r}, head_dim {head_dim}, kind {kind!r}"
+                raise QuantizerError(f"{where}: {' '.join(cause.split())}") from error
+    _check_bytes(quantizer, head_dim)
+
+
+class _Case:
+    """One quantizer with inputs of one shape. N tokens are whole token groups."""
+
+    def __init__(self, quantizer: Quantizer, head_dim: int, num_heads: int) -> None:
+        self.quantizer = quantizer
+        self.num_tokens = _NUM_GROUPS_OF_TOKENS * quantizer.token_group
+        self.head_dim = head_dim
+        self.head_ids = tuple(range(_FIRST_HEAD, _FIRST_HEAD + num_heads))
+        generator = torch.Generator().manual_seed(head_dim)
+        shape = (self.num_tokens, num_heads, head_dim)
+        self.x = torch.randn(shape, generator=generator)
+        self.x[:, 1, 0] += 40.0  # an outlier channel, as key biases make
+        self.x[1, 0, :] = 0.0
+        self.x[2, 0, :] = 0.75
+        self.row_ids = torch.arange(1, self.num_tokens + 1)
+
+    def run(
+        self, x: Tensor, kind: Kind, tokens: Tensor | None = None, heads: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Quantize x [N, H, D]; tokens and heads say which of the case's it holds (None: all)."""
+        index = torch.arange(self.num_tokens) if tokens is None else tokens
+        chosen = self.head_ids if heads is None else heads
+        return self.quantizer.fake_quantize(
+            x, kind=kind, layer=_LAYER, positions=index, ctx=self.context(self.row_ids[index], chosen)
+        )
+
+    def context(self, row_ids: Tensor, heads: tuple[int, ...]) -> QuantContext:
+        return QuantContext(
+            head_ids=heads,
+            head_dim=self.head_dim,
+            rotary=RotarySpec(self.head_dim),
+            storage_dtype=torch.bfloat16,
+            row_ids=row_ids,
+            dither_key=DitherKey(seed=11, nonce=5),
+        )
+
+
+def _check_form(case: _Case, kind: Kind) -> None:
+    before = case.x.clone()
+    result = case.run(case.x, kind)
+    _require(isinstance(result, Tensor), f"the result is {type(result).__name__}, expected a tensor")
+    _require(
+        result.shape == before.shape, f"the result has shape {tuple(result.shape)}, not {tuple(before.shape)}"
+    )
+    _require(result.dtype == torch.float32, f"the result is {result.dtype}, not torch.float32")
+    _require(torch.equal(case.x, before), "the input was written to")
+    shared = result.untyped_storage().data_ptr() == case.x.untyped_storage().data_ptr()
+    _require(not shared, "the result shares memory with the input; return a new tensor, e.g. x.clone()")
+    for factor in (1e-30, 1e-6, FP16_MAX / 64):
+        scaled = (before * factor).clamp(-FP16_MAX, FP16_MAX)
+        _require(
+            bool(case.run(scaled, kind).isfinite().all()), f"finite input (times {factor:g}) gave NaN or Inf"
+        )
+    if isinstance(case.quantizer, DitheredQuantizer):
+        _check_encoding(case, case.quantizer, kind, result)
+
+
+def _check_encoding(case: _Case, quantizer: DitheredQuantizer, kind: Kind, result: Tensor) -> None:
+    positions = torch.arange(case.num_tokens)
+    ctx = case.context(case.row_ids, case.head_ids)
+    encoded = quantizer.encode(case.x, kind=kind, layer=_LAYER, positions=positions, ctx=ctx)
+    scales_shape = (*case.x.shape[:2], num_groups(case.head_dim))
+    _require(
+        encoded.codes.dtype == torch.int8 and encoded.codes.shape == case.x.shape,
+        "codes are not int8 [N, H, D]",
+    )
+    _require(
+        encoded.scales.dtype == torch.float16 and encoded.scales.shape == scales_shape,
+        "scales are not float16 [N, H, ceil(D/32)]",
+    )
+    _require(torch.equal(encoded.values, result), "fake_quantize and encode differ")
+    other = quantizer.fake_quantize(
+        case.x,
+        kind=kind,
+        layer=_LAYER,
+        positions=positions,
+        ctx=case.context(case.row_ids + 100, case.head_ids),
+    )
+    _require(not torch.equal(other, result), "another dither row gives the same values")
+
+
+def _check_repeatable(case: _Case, kind: Kind) -> None:
+    first = case.run(case.x, kind)
+    case.run(-case.x.flip(0), "v" if kind == "k" else "k")
+    _same(
+        case.run(case.x, kind),
+        first,
+        "the same tensor gives another result the second time, or after the other kind",
+    )
+
+
+def _check_tokens(case: _Case, kind: Kind) -> None:
+    """Alone = in any batch. A token group is the smallest thing that can be alone."""
+    together = case.run(case.x, kind)
+    size = case.quantizer.token_group
+    groups = torch.arange(case.num_tokens).reshape(-1, size)
+    for group in groups:
+        _same(
+            case.run(case.x[group], kind, group),
+            together[group],
+            "a token depends on the others of its batch",
+        )
+    if case.quantizer.state == "none":
+        shuffled = groups.flip(0).reshape(-1)
+        _same(
+            case.run(case.x[shuffled], kind, shuffled),
+            together[shuffled],
+            "a token depends on its place in the batch",
+        )
+
+
+def _check_heads(case: _Case, kind: Kind) -> None:
+    together = case.run(case.x, kind)
+    for local, head in enumerate(case.head_ids):
+        alone = case.run(case.x[:, local : local + 1].contiguous(), kind, heads=(head,))
+        _same(
+            alone,
+            together[:, local : local + 1],
+            "a head depends on the others, so on the tensor-parallel split",
+        )
+
+
+def _check_nonfinite(case: _Case, kind: Kind) -> None:
+    clean = case.run(case.x, kind)
+    spoiled_group = torch.arange(case.num_tokens) // case.quantizer.token_group == 3
+    token = int(spoiled_group.nonzero()[0])
+    for value in (float("nan"), float("inf"), float("-inf")):
+        x = case.x.clone()
+        x[token, 1, case.head_dim // 2] = value
+        result = case.run(x, kind)
+        others = ~spoiled_group
+        _same(result[others], clean[others], f"{value} in one token changes another")
+        _same(result[spoiled_group][:, 0], clean[spoiled_group][:, 0], f"{value} in one head changes another")
+
+
+def _check_empty(case: _Case, kind: Kind) -> None:
+    result = case.run(case.x[:0], kind, torch.arange(0))
+    _require(result.shape == case.x[:0].shape, f"no tokens gave shape {tuple(result.shape)}")
+
+
+def _check_bytes(quantizer: Quantizer, head_dim: int) -> None:
+    size = quantizer.bytes_per_token_head(head_dim)
+    if size is not None and not 0 < size <= 8 * head_dim:
+        raise QuantizerError(
+            f"quantizer {quantizer.name!r}: bytes_per_token_head({head_dim}) is {size!r}; expected None or "
+            f"more than 0 and at most {8 * head_dim} (K and V in 32 bit)"
+        )
+
+
+def _same(a: Tensor, b: Tensor, broken: str) -> None:
+    _require(torch.equal(a, b), broken)
+
+
+def _require(kept: bool, broken: str) -> None:
+    if not kept:
+        raise QuantizerError(broken)

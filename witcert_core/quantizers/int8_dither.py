@@ -1,0 +1,49 @@
+"""INT8 with subtractive dither: the controlled cache whose error law is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from witcert_core.dither import dequantize_int8, quantize_int8, rows
+from witcert_core.errors import QuantizerError
+from witcert_core.layout import KVLayout
+from witcert_core.quantizers.base import DitheredQuantizer, Encoded, Kind, QuantContext, check_input
+
+
+@dataclass(frozen=True)
+class Int8Dither(DitheredQuantizer):
+    """x~ = s (round(x/s + u) - u) per group of 32 channels, s >= max|x|/127 in fp16 rounded up.
+
+    u comes from the token's dither row, the layer, the global head and the channel; keys and values share it.
+    272 bytes of K and V at head_dim 128.
+    """
+
+    name: ClassVar[str] = "int8_dither"
+
+    def encode(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Encoded:
+        check_input(self.name, x, kind, positions, ctx)
+        if ctx.row_ids is None or ctx.dither_key is None:
+            raise QuantizerError(
+                f"quantizer {self.name!r}: the context has no row_ids or no dither_key; "
+                "the engine adapter must give both for a dithered quantizer"
+            )
+        u = rows(ctx.dither_key, ctx.row_ids, layer, ctx.head_ids, ctx.head_dim)
+        codes, scales = quantize_int8(x, u)
+        return Encoded(codes, scales, dequantize_int8(codes, scales, u))
+
+    def bytes_per_token_head(self, head_dim: int) -> float:
+        return float(KVLayout(head_dim, stored_witness=self.stored_witness).bytes_per_token_head)
+
+
+@dataclass(frozen=True)
+class Int8DitherWitness(Int8Dither):
+    """int8_dither with one residual norm per group of keys beside the codes, for a deterministic bound.
+
+    276 bytes of K and V at head_dim 128.
+    """
+
+    name: ClassVar[str] = "int8_dither_w"
+    stored_witness: ClassVar[bool] = True

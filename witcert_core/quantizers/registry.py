@@ -1,0 +1,145 @@
+"""Which quantizers exist, by the name a policy uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from inspect import isabstract, isclass
+from typing import Any, get_args, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from witcert_core.errors import QuantizerError
+from witcert_core.quantizers.base import DitheredQuantizer, Quantizer, Space, State, Tier
+from witcert_core.suggest import did_you_mean, listed
+
+_NAME = re.compile(r"[a-z][a-z0-9_.+-]*")
+_BUILTIN_PACKAGE = "witcert_core"
+
+
+class QuantizerRegistry:
+    """Name -> quantizer class. Every record is checked when it is registered, not when it is used."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, type[Quantizer]] = {}
+        self._distributions: dict[str, str] = {}  # top-level package -> "distribution version"
+
+    def register(self, cls: type[Quantizer]) -> type[Quantizer]:
+        """Add a class. Registering it again is a no-op; another class under its name is an error."""
+        _check_class(cls)
+        known = self._classes.get(cls.name)
+        if known is not None and _origin(known) != _origin(cls):
+            raise QuantizerError(
+                f"quantizer name {cls.name!r} is taken: {_origin(known)} has it, {_origin(cls)} wants it; "
+                "rename one of them or uninstall its distribution"
+            )
+        self._classes[cls.name] = cls
+        return cls
+
+    def note_distribution(self, package: str, distribution: str) -> None:
+        """Remember which distribution ('name version') brought a top-level package; for `source`."""
+        self._distributions[package] = distribution
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._classes))
+
+    def from_package(self, package: str) -> tuple[str, ...]:
+        """The names of the quantizers whose classes live in a top-level package."""
+        return tuple(n for n, cls in self._classes.items() if cls.__module__.partition(".")[0] == package)
+
+    def cls(self, name: str) -> type[Quantizer]:
+        """The class registered as `name`; QuantizerError lists the known ones otherwise."""
+        if name not in self._classes:
+            raise QuantizerError(
+                f"unknown quantizer {name!r}{did_you_mean(name, self._classes)}; "
+                f"known: {listed(self.names())}; another one comes with its plugin distribution"
+            )
+        return self._classes[name]
+
+    def get(self, name: str, params: Mapping[str, Any] | None = None) -> Quantizer:
+        """An instance with `params`; unknown, missing and ill-typed parameters are refused by name."""
+        cls = self.cls(name)
+        given = dict(params or {})
+        hints = get_type_hints(cls)
+        accepted = {key: hints[key] for key in self.parameters(name)}
+        for key, value in given.items():
+            if key not in accepted:
+                raise QuantizerError(
+                    f"quantizer {name!r}: unknown parameter {key!r}{did_you_mean(key, accepted)}; "
+                    f"allowed: {listed(accepted) or 'none'}"
+                )
+            try:
+                given[key] = TypeAdapter(accepted[key], config=ConfigDict(strict=True)).validate_python(value)
+            except ValidationError as error:
+                raise QuantizerError(
+                    f"quantizer {name!r}: parameter {key!r} is {value!r}; {error.errors()[0]['msg']}"
+                ) from error
+        missing = [key for key in self.required(name) if key not in given]
+        if missing:
+            raise QuantizerError(
+                f"quantizer {name!r}: parameter {missing[0]!r} is missing; it has no default"
+            )
+        try:
+            return cls(**given)
+        except (TypeError, ValueError) as error:
+            raise QuantizerError(f"quantizer {name!r}: parameters {given!r} refused: {error}") from error
+
+    def parameters(self, name: str) -> tuple[str, ...]:
+        """The names a policy may put into `quantizer.params`."""
+        return tuple(field.name for field in fields(self.cls(name)) if field.init)
+
+    def required(self, name: str) -> tuple[str, ...]:
+        """Those of its parameters that have no default."""
+        return tuple(
+            field.name
+            for field in fields(self.cls(name))
+            if field.init and field.default is MISSING and field.default_factory is MISSING
+        )
+
+    def source(self, name: str) -> str:
+        """The distribution and version that brought a quantizer, or its module when that is not known."""
+        module = self.cls(name).__module__
+        package = module.partition(".")[0]
+        if package == _BUILTIN_PACKAGE:
+            return "witcert (built in)"
+        return self._distributions.get(package, f"module {module}")
+
+
+def _origin(cls: type[Quantizer]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _check_class(cls: object) -> None:
+    if not isclass(cls) or not issubclass(cls, Quantizer):
+        raise QuantizerError(f"cannot register {cls!r}: not a subclass of witcert_core.Quantizer")
+    where = _origin(cls)
+    if isabstract(cls):
+        missing = listed(sorted(getattr(cls, "__abstractmethods__", ())))
+        raise QuantizerError(f"cannot register {where}: it does not define {missing}")
+    params = getattr(cls, "__dataclass_params__", None)
+    if (
+        not is_dataclass(cls)
+        or "__dataclass_params__" not in vars(cls)
+        or not getattr(params, "frozen", False)
+    ):
+        raise QuantizerError(f"cannot register {where}: decorate it with @dataclass(frozen=True)")
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise QuantizerError(f"cannot register {where}: name is {name!r}; expected {_NAME.pattern}")
+    for flag, allowed in (("space", get_args(Space)), ("state", get_args(State)), ("tier", get_args(Tier))):
+        if getattr(cls, flag) not in allowed:
+            raise QuantizerError(
+                f"cannot register {where}: {flag} is {getattr(cls, flag)!r}; allowed: {listed(allowed)}"
+            )
+    if not isinstance(cls.token_group, int) or cls.token_group < 1:
+        raise QuantizerError(f"cannot register {where}: token_group is {cls.token_group!r}; expected >= 1")
+    if (cls.tier == "dither") != issubclass(cls, DitheredQuantizer):
+        raise QuantizerError(
+            f"cannot register {where}: tier is {cls.tier!r}, but only a DitheredQuantizer, whose error "
+            "follows the dither law by construction, has tier 'dither'"
+        )
+
+
+REGISTRY = QuantizerRegistry()
+"""The registry of this process: built-in quantizers, decorated functions and plugins."""

@@ -1,0 +1,77 @@
+"""Asymmetric integers, one scale and one zero-point per token, head and group of channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from witcert_core.errors import QuantizerError
+from witcert_core.quantizers.base import Kind, QuantContext, Quantizer, check_input
+
+_FP16_MAX = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class _TokenGroup(Quantizer):
+    """x~ = zero + scale * round((x - zero) / scale) with fp16 zero = min, scale = (max - min)/(2^bits - 1).
+
+    Ranges beyond fp16 saturate; a NaN makes its own group NaN. The last group may be short.
+    """
+
+    bits: ClassVar[int]
+    group_size: int = 32
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise QuantizerError(f"quantizer {self.name!r}: group_size is {self.group_size}; expected >= 1")
+
+    def fake_quantize(
+        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
+    ) -> Tensor:
+        check_input(self.name, x, kind, positions, ctx)
+        num_tokens, num_heads, head_dim = x.shape
+        num_groups = -(-head_dim // self.group_size)
+        short = num_groups * self.group_size - head_dim
+        # Repeating the last channel fills a short group without touching its minimum or maximum.
+        full = torch.cat([x, x[..., -1:].expand(-1, -1, short)], dim=-1) if short else x
+        grouped = full.reshape(num_tokens, num_heads, num_groups, self.group_size)
+        largest_code = 2**self.bits - 1
+        low = grouped.amin(dim=-1, keepdim=True).clamp(-_FP16_MAX, _FP16_MAX)
+        high = grouped.amax(dim=-1, keepdim=True).clamp(-_FP16_MAX, _FP16_MAX)
+        zero = low.to(torch.float16).to(torch.float32)
+        scale = ((high - low) / largest_code).to(torch.float16).to(torch.float32)
+        step = torch.where(scale == 0, torch.ones_like(scale), scale)
+        codes = ((grouped - zero) / step).round().clamp(0, largest_code)
+        stored: Tensor = (zero + scale * codes).flatten(start_dim=2)
+        return stored[..., :head_dim].contiguous()
+
+    def bytes_per_token_head(self, head_dim: int) -> float:
+        num_groups = -(-head_dim // self.group_size)
+        return 2.0 * (-(-head_dim * self.bits // 8) + 4 * num_groups)
+
+
+@dataclass(frozen=True)
+class Int8TokenGroup(_TokenGroup):
+    """256 levels per group: 288 bytes of K and V at head_dim 128."""
+
+    name: ClassVar[str] = "int8_token_group"
+    bits: ClassVar[int] = 8
+
+
+@dataclass(frozen=True)
+class Int4TokenGroup(_TokenGroup):
+    """16 levels per group: 160 bytes of K and V at head_dim 128."""
+
+    name: ClassVar[str] = "int4_token_group"
+    bits: ClassVar[int] = 4
+
+
+@dataclass(frozen=True)
+class Int2TokenGroup(_TokenGroup):
+    """4 levels per group: 96 bytes of K and V at head_dim 128."""
+
+    name: ClassVar[str] = "int2_token_group"
+    bits: ClassVar[int] = 2

@@ -1,0 +1,132 @@
+"""Radii: for each token an upper bound on how far its logit can have moved.
+
+All take queries of ``H`` heads against the ``Hkv`` heads of the cache (``H = G * Hkv``, query head ``h``
+reads KV head ``h // G``), compute in float64 and round up. An unknown residual (code 255, infinite
+scale, NaN) gives an infinite radius.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from witcert_core.bands import BandMap, group_map
+from witcert_core.dither import GRID_BITS, GROUP, decode_group_witness
+from witcert_core.errors import BudgetError, InputError
+from witcert_core.witness import decode_norm
+
+_UP = 1.0 + 2.0**-40
+"""Covers the float64 rounding of sums over up to 2^11 channels."""
+
+CAST_16BIT = 2.0**-8
+"""Relative error of a weight cast to bfloat16, as a logit error."""
+
+
+def radius_witness(q: Tensor, codes: Tensor, bands: BandMap, sm_scale: float) -> Tensor:
+    """Tier W: ``c = |sm_scale| * sum_b ||q_b|| w_b``; deterministic, for any quantizer and any query.
+
+    Args:
+        q: ``[H, D]`` query, after RoPE.
+        codes: uint8 ``[S, Hkv, B]`` stored witnesses.
+        bands: the partition the witnesses were taken with.
+
+    Returns:
+        float64 ``[H, S]``.
+    """
+    if codes.shape[-1] != bands.num_bands:
+        raise InputError(f"witness has {codes.shape[-1]} bands; this band map has {bands.num_bands}")
+    return _contract(bands.norms(q), decode_norm(codes), sm_scale)
+
+
+def radius_group_witness(
+    q: Tensor, scales: Tensor, codes: Tensor, sm_scale: float, group: int = GROUP
+) -> Tensor:
+    """Tier W for the INT8 cache with a stored group witness (276-byte layout).
+
+    Args:
+        q: ``[H, D]``.
+        scales: fp16 ``[S, Hkv, Gr]``.
+        codes: uint8 ``[S, Hkv, Gr]``.
+
+    Returns:
+        float64 ``[H, S]``.
+    """
+    norms = group_map(q.shape[-1], group).norms(q)
+    return _contract(norms, decode_group_witness(codes, scales, group), sm_scale)
+
+
+def radius_dither(
+    q: Tensor, scales: Tensor, sm_scale: float, delta_loc: float, num_visible: int, group: int = GROUP
+) -> Tensor:
+    """Tier D: the smaller of the half-step radius and the sub-Gaussian one.
+
+    ``|sm_scale| * sum_g s_g ||q_g||_1 / 2 * (1 + 2^-15)`` holds always. With ``delta_loc > 0``,
+    ``sqrt(2 ln(2 S / delta_loc)) * sigma + |sm_scale| * sum_g s_g ||q_g||_1 (2^-(n+1) + 2^-16)`` with
+    ``sigma^2 = sm_scale^2 * sum_g s_g^2 (1 - 4^-n)/12 * ||q_g||^2`` holds for all ``S`` tokens of the cell
+    at once with probability ``1 - delta_loc``, for queries that do not depend on the dither.
+
+    Args:
+        q: ``[H, D]``.
+        scales: fp16 ``[S, Hkv, Gr]``.
+        delta_loc: probability this cell may spend; 0 gives the deterministic radius alone.
+        num_visible: tokens in the union, at least those given. Only tokens made exact by a rule fixed
+            before their row was drawn may be left out; repaired tokens must be counted.
+
+    Returns:
+        float64 ``[H, S]``.
+    """
+    if not 0.0 <= delta_loc < 1.0:
+        raise BudgetError(f"delta_loc is {delta_loc}; it must lie in [0, 1), 0 for the deterministic radius")
+    bands = group_map(q.shape[-1], group)
+    s = scales.to(torch.float64)
+    q64 = q.to(torch.float64)
+    abs_sum = torch.zeros(*q.shape[:-1], bands.num_bands, dtype=torch.float64, device=q.device)
+    abs_sum = abs_sum.index_add(-1, bands.channel_band.to(q.device), q64.abs())
+    l1 = _contract(abs_sum, s, sm_scale)
+    certain = 0.5 * l1 * (1.0 + 2.0**-15)
+    if delta_loc == 0.0:
+        return certain
+    if num_visible < 1:
+        raise InputError(f"num_visible is {num_visible}; a cell sees at least one token")
+    proxy = (1.0 - 4.0**-GRID_BITS) / 12.0
+    sigma = (_contract(bands.norms(q64).square(), s.square(), 1.0) * proxy).sqrt() * abs(sm_scale)
+    tail = math.sqrt(2.0 * math.log(2.0 * num_visible / delta_loc)) * _UP
+    likely = tail * sigma + l1 * (2.0 ** -(GRID_BITS + 1) + 2.0**-16)
+    return torch.minimum(certain, likely)
+
+
+def arithmetic_radius(q: Tensor, k: Tensor, sm_scale: float) -> Tensor:
+    """Error of the kernel's own fp32 dot product, ``(D + 2) 2^-23 |sm_scale| sum_i |q_i| |k_i|``.
+
+    Holds for IEEE fp32 products and sums in any order; TF32 is outside it.
+
+    Args:
+        q: ``[H, D]``.
+        k: ``[S, Hkv, D]`` the keys the kernel read.
+
+    Returns:
+        float64 ``[H, S]``.
+    """
+    factor = (q.shape[-1] + 2) * 2.0**-23 * abs(sm_scale)
+    return _contract(q.to(torch.float64).abs(), k.to(torch.float64).abs(), factor)
+
+
+def _contract(per_query: Tensor, per_token: Tensor, sm_scale: float) -> Tensor:
+    """``|sm_scale| * sum_b x[h, b] y[s, h // G, b]`` rounded up; infinite if a term is not finite."""
+    heads, kv_heads = per_query.shape[0], per_token.shape[1]
+    if heads % kv_heads:
+        raise InputError(
+            f"{heads} query heads cannot share {kv_heads} KV heads; the first must be a multiple"
+        )
+    if not math.isfinite(sm_scale):
+        raise InputError(f"sm_scale is {sm_scale}; it must be finite")
+    grouped = per_query.reshape(kv_heads, heads // kv_heads, -1)
+    # All terms are non-negative, so their sum is finite only if each is.
+    token_unknown = ~per_token.sum(dim=-1).isfinite()
+    query_unknown = ~grouped.sum(dim=-1).isfinite()
+    total = torch.einsum("kgb,skb->kgs", grouped, per_token)
+    unknown = token_unknown.T[:, None, :] | query_unknown[:, :, None]
+    total = torch.where(unknown, float("inf"), total * (abs(sm_scale) * _UP))
+    return total.reshape(heads, -1)

@@ -1,0 +1,98 @@
+"""Prometheus metrics, created on first use; they also work in prometheus_client's multiprocess mode.
+
+prometheus_client decides on that mode when it is imported, so it is imported as late as possible: after an
+engine has set PROMETHEUS_MULTIPROC_DIR.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from witcert_core.report.state import Observed
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Histogram
+
+METER_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0)
+
+
+class Metrics:
+    """The metrics of one process. One per registry: a second one would register the same names twice.
+
+    registry: where to register; None is prometheus_client's default. Labels are the quantizer's name and a
+    status: request ids, layers and heads never become labels.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        from prometheus_client import REGISTRY, Counter, Histogram
+
+        target = REGISTRY if registry is None else registry
+        self._edges = torch.tensor(METER_BUCKETS, dtype=torch.float64)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=target)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(name, text, ("quantizer",), buckets=METER_BUCKETS, registry=target)
+
+        self._cell_meter = histogram(
+            "witcert_cell_meter", "Bound on the total variation of attention weights, per measured cell"
+        )
+        self._worst_meter = histogram(
+            "witcert_request_worst_meter", "Worst bound of a finished request in which something was measured"
+        )
+        self._cells = counter("witcert_cells", "Cells, measured or unknown", "status", "quantizer")
+        self._certified = counter(
+            "witcert_cells_certified", "Measured cells with a bound of at most gate.tau", "quantizer"
+        )
+        self._rows = counter("witcert_rows", "Query rows, metered or unknown", "status")
+        self._audited = counter("witcert_audited_cells", "Cells compared with their true value", "quantizer")
+        self._violations = counter(
+            "witcert_audit_violations", "Audited cells whose true value exceeded the bound", "quantizer"
+        )
+        self._requests = counter("witcert_requests", "Finished requests", "quantizer")
+
+    def announce(self, quantizer: str) -> None:
+        """Show every counter at 0, so that an absent violation is a 0 and not a missing series."""
+        for family in (self._certified, self._audited, self._violations, self._requests):
+            family.labels(quantizer)
+        for status in ("measured", "unknown"):
+            self._cells.labels(status, quantizer)
+        for status in ("metered", "unknown"):
+            self._rows.labels(status)
+
+    def cells_measured(self, quantizer: str, seen: Observed) -> None:
+        """Count one row of one layer."""
+        _observe_many(self._cell_meter.labels(quantizer), seen.meter, self._edges)
+        self._cells.labels("measured", quantizer).inc(seen.meter.numel())
+        self._certified.labels(quantizer).inc(seen.certified)
+        if seen.new_row:
+            self._rows.labels("metered").inc()
+        if seen.audited:
+            self._audited.labels(quantizer).inc(seen.audited)
+            self._violations.labels(quantizer).inc(seen.violations)
+
+    def rows_unknown(self, rows: int) -> None:
+        self._rows.labels("unknown").inc(rows)
+
+    def cells_unknown(self, quantizer: str, cells: int) -> None:
+        self._cells.labels("unknown", quantizer).inc(cells)
+
+    def request_finished(self, quantizer: str, worst_meter: float | None) -> None:
+        """Count a finished request; None where nothing was measured, which is no zero in the histogram."""
+        self._requests.labels(quantizer).inc()
+        if worst_meter is not None:
+            self._worst_meter.labels(quantizer).observe(worst_meter)
+
+
+def _observe_many(histogram: Any, values: Tensor, edges: Tensor) -> None:
+    """histogram.observe for every value at once. prometheus_client has no public way to add counts to a
+    bucket; a test holds this against observe."""
+    counts = torch.bincount(torch.bucketize(values, edges), minlength=len(edges) + 1)
+    for bucket, count in zip(histogram._buckets, counts.tolist(), strict=True):
+        if count:
+            bucket.inc(count)
+    histogram._sum.inc(float(values.sum()))

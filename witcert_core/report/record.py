@@ -1,0 +1,99 @@
+"""Measured cells as observers get them and as they are written: one JSON object a cell.
+
+Shapes: R rows, H query heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from witcert_core.layout import AccField
+
+if TYPE_CHECKING:
+    from witcert_core.meter import CellBatch
+    from witcert_core.quantizers.base import Tier
+
+CELL_SCHEMA = "witcert.cell/1"
+Number = float | Literal["inf"]
+
+
+@dataclass(frozen=True)
+class CellEvent:
+    """What witcert_on_cell gets: the H cells of one query row in one layer, `cells` at index `row`.
+
+    step counts the request's rows from 1; position is the row's token position; layer is a global id,
+    and query head h of the batch is head_offset + h.
+    """
+
+    request_id: str
+    layer: int
+    step: int
+    position: int
+    tier: Tier
+    head_offset: int
+    cells: CellBatch
+    row: int
+    repaired_blocks: int = 0
+
+
+def json_number(value: float) -> Number:
+    """A number JSON can hold. Infinity, and NaN, which bounds nothing either, become "inf"."""
+    return value if math.isfinite(value) else "inf"
+
+
+def cell_records(
+    event: CellEvent, heads: Sequence[int], form_names: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """The records (schema witcert.cell/1) of some local heads of one measured row."""
+    cells, row = event.cells, event.row
+    for head in heads:
+        audit = math.nan if cells.tv_audit is None else float(cells.tv_audit[row, head])
+        meter = float(cells.meter[row, head])
+        yield {
+            "schema": CELL_SCHEMA,
+            "request_id": event.request_id,
+            "step": event.step,
+            "position": event.position,
+            "layer": event.layer,
+            "q_head": event.head_offset + head,
+            "tier": event.tier,
+            "meter": 1.0 if math.isnan(meter) else meter,
+            "form": form_names[int(cells.form[row, head])],
+            "log_a": json_number(float(cells.log_a[row, head])),
+            "m": json_number(float(cells.acc[row, head, AccField.M])),
+            "tv_audit": None if math.isnan(audit) else audit,
+            "out_bound": json_number(float(cells.out_bound[row, head])),
+            "s": int(cells.num_visible[row]),
+            "repaired_blocks": event.repaired_blocks,
+            "status": "measured",
+        }
+
+
+def unknown_record(request_id: str, rows: int, reason: str) -> dict[str, Any]:
+    """The record of `rows` query rows of which no cell was measured: the same keys, null where unknown."""
+    keys = (
+        "step",
+        "position",
+        "layer",
+        "q_head",
+        "tier",
+        "meter",
+        "form",
+        "log_a",
+        "m",
+        "tv_audit",
+        "out_bound",
+    )
+    return {
+        "schema": CELL_SCHEMA,
+        "request_id": request_id,
+        **dict.fromkeys(keys),
+        "s": None,
+        "repaired_blocks": 0,
+        "status": "unknown",
+        "rows": rows,
+        "reason": reason,
+    }

@@ -1,0 +1,210 @@
+"""What the ledger keeps of one request: running maxima and counts, never a list that grows.
+
+Shapes: L layers, H query heads of this rank, F bound forms, R rows of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from witcert_core.gates import CellStatus
+    from witcert_core.meter import CellBatch
+
+LAYER_NOT_METERED = "layer excluded from metering"
+PARTLY_MEASURED = "row measured in some layers only"
+_NOT_MEASURED = -1.0
+
+
+@dataclass(frozen=True)
+class WorstCell:
+    """The cell with the highest meter; the first one of equals."""
+
+    meter: float
+    layer: int
+    head: int
+    step: int
+    position: int
+    form: int
+
+
+@dataclass
+class AuditCounts:
+    """True total variations against their bounds. gap: meter minus true value, how loose the meter was."""
+
+    cells: int = 0
+    violations: int = 0
+    tv_max: float | None = None
+    gap_max: float | None = None
+    gap_sum: float = 0.0
+
+    def add(self, meter: Tensor, tv: Tensor) -> tuple[int, int]:
+        """Count [A] audited cells; returns how many there were and how many exceeded their bound."""
+        gap = meter - tv
+        violations = int((tv > meter).sum())
+        self.cells += tv.numel()
+        self.violations += violations
+        self.tv_max = max(float(tv.max()), self.tv_max if self.tv_max is not None else -math.inf)
+        self.gap_max = max(float(gap.max()), self.gap_max if self.gap_max is not None else -math.inf)
+        self.gap_sum += float(gap.sum())
+        return tv.numel(), violations
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "cells": self.cells,
+            "violations": self.violations,
+            "tv_max": self.tv_max,
+            "gap_max": self.gap_max,
+            "gap_mean": self.gap_sum / self.cells if self.cells else None,
+        }
+
+
+@dataclass
+class BesideCounts:
+    """The deterministic bounds of cells whose meter used the dither law."""
+
+    cells: int = 0
+    certified_cells: int = 0
+    worst: float = 0.0
+
+    def as_dict(self) -> dict[str, Any] | None:
+        if not self.cells:
+            return None
+        return {"cells": self.cells, "certified_cells": self.certified_cells, "worst": self.worst}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one row added: its meters [H] float64 on the host, and how many cells were what."""
+
+    meter: Tensor
+    certified: int
+    audited: int
+    violations: int
+    new_row: bool
+
+
+@dataclass
+class RequestState:
+    """The counts of one request."""
+
+    num_layers: int
+    num_heads: int
+    num_forms: int
+    rows_metered: int = 0
+    unknown_rows: int = 0
+    cells_measured: int = 0
+    certified_cells: int = 0
+    worst: WorstCell | None = None
+    log_a_max: float = -math.inf
+    out_bound_rel_max: float = 0.0
+    delta_spent: float = 0.0
+    repaired_blocks: int = 0
+    repaired_bytes: int = 0
+    unknown_reasons: Counter[str] = field(default_factory=Counter)
+    tier_cells: Counter[str] = field(default_factory=Counter)
+    verdicts: Counter[CellStatus] = field(default_factory=Counter)
+    audit: AuditCounts = field(default_factory=AuditCounts)
+    beside: BesideCounts = field(default_factory=BesideCounts)
+
+    def __post_init__(self) -> None:
+        self.forms = torch.zeros(self.num_forms, dtype=torch.int64)
+        self._worst = torch.full((self.num_layers, self.num_heads), _NOT_MEASURED, dtype=torch.float64)
+        self._worst_form = torch.zeros(self.num_layers, self.num_heads, dtype=torch.int64)
+        self._certified_by_layer = [0] * self.num_layers
+        self._rows_by_layer = [0] * self.num_layers
+
+    def observe(
+        self, cells: CellBatch, row: int, layer: int, step: int, position: int, tau: float
+    ) -> Observed:
+        """Count row `row` of a batch of layer `layer`.
+
+        Every layer sees the same rows, so the request has as many rows as the layer that saw most.
+        """
+        meter = _meters(cells, row)
+        form = cells.form[row].cpu()
+        certified = int((meter <= tau).sum())
+        self.cells_measured += meter.numel()
+        self.certified_cells += certified
+        self._certified_by_layer[layer] += certified
+        higher = meter > self._worst[layer]
+        self._worst[layer] = torch.where(higher, meter, self._worst[layer])
+        self._worst_form[layer] = torch.where(higher, form, self._worst_form[layer])
+        self.forms += torch.bincount(form, minlength=self.num_forms)
+        head = int(meter.argmax())
+        highest = float(meter[head])
+        if self.worst is None or highest > self.worst.meter:
+            self.worst = WorstCell(highest, layer, head, step, position, int(form[head]))
+        self.log_a_max = max(self.log_a_max, float(_unbounded(cells.log_a[row]).max()))
+        self.out_bound_rel_max = max(self.out_bound_rel_max, _largest_relative_output_bound(cells, row))
+        delta_loc = float(cells.delta_loc[row])
+        self.tier_cells["dither" if delta_loc > 0 else "witness"] += meter.numel()
+        if delta_loc > 0:
+            self.delta_spent = math.nextafter(self.delta_spent + delta_loc * meter.numel(), math.inf)
+        self._rows_by_layer[layer] += 1
+        new_row = self._rows_by_layer[layer] > self.rows_metered
+        self.rows_metered += new_row
+        audited, violations = self._audit(meter, cells, row)
+        return Observed(meter, certified, audited, violations, new_row)
+
+    def observe_beside(self, cells: CellBatch, row: int, tau: float) -> None:
+        """Count the deterministic bounds of a row whose meter used the dither law."""
+        meter = _meters(cells, row)
+        self.beside.cells += meter.numel()
+        self.beside.certified_cells += int((meter <= tau).sum())
+        self.beside.worst = max(self.beside.worst, float(meter.max()))
+
+    def count_unknown(self, rows: int, reason: str) -> None:
+        self.unknown_rows += rows
+        self.unknown_reasons[reason] += rows
+
+    def worst_by_layer_head(self) -> list[list[float | None]]:
+        """[L][H], None where nothing was measured."""
+        return [
+            [value if value != _NOT_MEASURED else None for value in layer] for layer in self._worst.tolist()
+        ]
+
+    def by_layer(self, form_names: Sequence[str]) -> list[dict[str, Any]]:
+        """[L] counts; form: what decided the layer's worst cell, None where nothing was measured."""
+        heads = self._worst.argmax(dim=1).tolist()
+        return [
+            {
+                "layer": layer,
+                "cells": rows * self.num_heads,
+                "certified_cells": self._certified_by_layer[layer],
+                "form": form_names[int(self._worst_form[layer, heads[layer]])] if rows else None,
+            }
+            for layer, rows in enumerate(self._rows_by_layer)
+        ]
+
+    def _audit(self, meter: Tensor, cells: CellBatch, row: int) -> tuple[int, int]:
+        if cells.tv_audit is None:
+            return 0, 0
+        tv = cells.tv_audit[row].to("cpu", torch.float64)
+        audited = ~tv.isnan()
+        if not bool(audited.any()):
+            return 0, 0
+        return self.audit.add(meter[audited], tv[audited])
+
+
+def _meters(cells: CellBatch, row: int) -> Tensor:
+    """[H] float64 on the host; a bound that is not a number bounds nothing."""
+    return cells.meter[row].detach().to("cpu", torch.float64).nan_to_num(nan=1.0)
+
+
+def _unbounded(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", torch.float64).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+
+
+def _largest_relative_output_bound(cells: CellBatch, row: int) -> float:
+    bound, norm = _unbounded(cells.out_bound[row]), cells.out_norm[row].to("cpu", torch.float64)
+    relative = torch.where(bound == 0, torch.zeros_like(bound), _unbounded(bound / norm))
+    largest = float(relative.max())
+    return math.nextafter(largest, math.inf) if largest > 0 else 0.0

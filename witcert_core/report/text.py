@@ -1,0 +1,126 @@
+"""The summary of a request for people. Unknown is shown as unknown, and numbers are rounded against us."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+UNKNOWN = "?"
+_VERDICTS = {
+    "certified": "cells certified",
+    "ranked": "saturated cells brought down by rank, which promises nothing",
+    "not_certified": "cells NOT certified",
+}
+
+
+def render_sentence(summary: Mapping[str, Any]) -> str:
+    """What the meter saw of a request (schema witcert.request/1), in one sentence."""
+    who = f"request {summary['request_id']} ({summary['quantizer']} on {summary['engine']})"
+    measured, unknown, tau = summary["cells_measured"], summary["cells_unknown"], summary["tau"]
+    if not measured:
+        return (
+            f"{who}: nothing was measured{_why(summary['unknown_reasons'])}; "
+            "how far compression moved its attention is unknown"
+        )
+    parts = [
+        f"{_violations(summary['audit'])}{_worst(summary)}",
+        f"{measured} of {measured + unknown} cells were measured"
+        + (f", the other {unknown} are unknown{_why(summary['unknown_reasons'])}" if unknown else ""),
+        f"{percent_down(summary['certified_share'])} of the measured ones are certified at tau {tau:g}",
+        *_audit(summary["audit"]),
+        *_gate(summary["gate"]),
+        summary["claim"],
+    ]
+    return f"{who}: " + "; ".join(parts)
+
+
+def render_table(summary: Mapping[str, Any]) -> Table:
+    """Layer by query head: worst bound, green up to tau, yellow above, red if it says nothing, ? unknown."""
+    tau = summary["tau"]
+    grid = summary["worst_by_layer_head"]
+    title = f"worst bound by layer and query head, tau {tau:g}"
+    table = Table(
+        title=title, caption=_legend(summary), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    table.add_column("layer", justify="right", no_wrap=True)
+    for head in range(len(grid[0]) if grid else 0):
+        table.add_column(str(head), justify="right", no_wrap=True)
+    table.add_column("certified", justify="right", no_wrap=True)
+    table.add_column("decided by", no_wrap=True)
+    for layer, meters in zip(summary["by_layer"], grid, strict=True):
+        share = layer["certified_cells"] / layer["cells"] if layer["cells"] else None
+        table.add_row(
+            str(layer["layer"]),
+            *(_shaded(meter, tau) for meter in meters),
+            UNKNOWN if share is None else percent_down(share),
+            layer["form"] or UNKNOWN,
+        )
+    return table
+
+
+def number_up(value: float, digits: int = 2) -> str:
+    """A bound for display, never below itself."""
+    scale = 10**digits
+    return f"{math.ceil(value * scale) / scale:.{digits}f}"
+
+
+def percent_down(share: float) -> str:
+    """A certified share for display: 100 % only when it is all of them."""
+    return f"{math.floor(share * 1000) / 10:g} %"
+
+
+def _shaded(meter: float | None, tau: float) -> Text:
+    if meter is None:
+        return Text(UNKNOWN, style="dim")
+    style = "green" if meter <= tau else "yellow" if meter < 1 else "red"
+    return Text(number_up(meter).removeprefix("0") if meter else "0", style=style)
+
+
+def _legend(summary: Mapping[str, Any]) -> str:
+    excluded = [f"layer {layer}: {why}" for layer, why in summary["layers_excluded"].items()]
+    unknown = f"{UNKNOWN} not measured, hence unknown; {summary['cells_unknown']} cells in all"
+    return "\n".join([unknown, *excluded, summary["claim"]])
+
+
+def _worst(summary: Mapping[str, Any]) -> str:
+    worst = summary["worst"]
+    where = f"layer {worst['layer']}, head {worst['q_head']}, position {worst['position']}"
+    if worst["meter"] >= 1:
+        return f"the bound says nothing about at least one cell (meter 1 at {where})"
+    return (
+        "compression moved the attention weights of a measured cell "
+        f"by at most {number_up(worst['meter'], 4)} total variation ({where}, by {worst['form']})"
+    )
+
+
+def _violations(audit: Mapping[str, Any]) -> str:
+    if not audit["violations"]:
+        return ""
+    cells = f"{audit['violations']} of {audit['cells']} audited cells"
+    return f"BOUND VIOLATED in {cells}, do not trust this meter: "
+
+
+def _audit(audit: Mapping[str, Any]) -> list[str]:
+    if not audit["cells"] or audit["violations"]:
+        return []
+    return [
+        f"none of {audit['cells']} audited cells exceeded its bound "
+        f"(largest true value {audit['tv_max']:.4f})"
+    ]
+
+
+def _gate(gate: Mapping[str, Any]) -> list[str]:
+    if gate["kind"] == "observe":
+        return []
+    text = f"gate {gate['kind']} restored {gate['repaired_blocks']} blocks ({gate['bytes']} bytes)"
+    told = [f"{gate[key]} {words}" for key, words in _VERDICTS.items() if gate[key]]
+    return [f"{text}: {', '.join(told)}" if told else text]
+
+
+def _why(reasons: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{reason}: {count}' for reason, count in reasons.items())})" if reasons else ""

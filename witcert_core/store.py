@@ -1,0 +1,227 @@
+"""Side tensors of one rank: what the meter must remember about every slot of the cache, and the radii read from them.
+
+Shapes: SLOTS slots of the engine's pool, N slots written, S slots read, Hkv local KV heads, H = G * Hkv query heads,
+D head_dim, Dv v_head_dim, B bands, Gr = ceil(D / 32) groups.
+
+Every slot starts *unknown* (radius infinity, meter 1) and becomes so again whenever a write cannot be accounted for.
+A write replaces whatever the slot said before, so a reused slot never keeps the radius of its former token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from witcert_core.bands import BandMap
+from witcert_core.dither import group_witness_codes
+from witcert_core.errors import UnsupportedError
+from witcert_core.quantizers.base import Encoded, Quantizer
+from witcert_core.radii import radius_dither, radius_group_witness, radius_witness
+from witcert_core.witness import decode_norm, encode_norm_up, value_codes, witness_codes
+
+UNKNOWN_CODE = 255  # decodes to +inf
+EXACT_CODE = 0  # decodes to 0
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+def dithered_value_radius(encoded: Encoded, stored: Tensor) -> Tensor:
+    """rho [N, Hkv] float64 that the scales alone promise: (1 + 2^-13) sqrt(sum_g n_g s_g^2) / 2, plus storage rounding.
+
+    n_g channels in group g. The packed layout keeps no norm of V's residual, so neither does its stand-in here.
+    """
+    head_dim = encoded.values.shape[-1]
+    num_groups = encoded.scales.shape[-1]
+    sizes = torch.full((num_groups,), 32.0, dtype=torch.float64)
+    sizes[-1] = head_dim - 32 * (num_groups - 1)
+    half_steps = (sizes * encoded.scales.double().square()).sum(-1).sqrt() / 2
+    rounding = (stored.double() - encoded.values.double()).square().sum(-1).sqrt()
+    return half_steps * (1 + 2.0**-13) + rounding
+
+
+@dataclass
+class LayerSlots:
+    """One layer's side tensors; also the `Radii` that `meter.measure` asks.
+
+    witness [SLOTS, Hkv, B] uint8: band norms of (stored - exact) for a witness quantizer; of the storage rounding
+    (stored - decoded codes) for a dithered one kept in a 16-bit pool; None where that rounding is in the dither term.
+    value_witness [SLOTS, Hkv] uint8: norm of (stored - exact) of V.
+    scales [SLOTS, Hkv, Gr] float16 and group_witness [SLOTS, Hkv, Gr] uint8: dithered quantizers only.
+    """
+
+    bands: BandMap
+    value_witness: Tensor
+    witness: Tensor | None = None
+    scales: Tensor | None = None
+    group_witness: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.witness, self.value_witness, self.scales, self.group_witness) if t is not None]
+
+    def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
+        """c [H, S] float64 for q [H, D] float64 over the tokens in `slots` [S]; +inf where the slot is unknown."""
+        parts: list[Tensor] = []
+        if self.scales is not None:
+            scales = self.scales[slots]
+            c = radius_dither(q, scales, sm_scale, delta_loc, slots.numel())
+            if self.group_witness is not None:
+                stored = radius_group_witness(q, scales, self.group_witness[slots], sm_scale)
+                c = torch.minimum(c, stored)
+            parts.append(c)
+        if self.witness is not None:
+            parts.append(radius_witness(q, self.witness[slots], self.bands, sm_scale))
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def value_radius(self, slots: Tensor) -> Tensor:
+        """rho [S, Hkv] float64 >= ||stored v - exact v||."""
+        return decode_norm(self.value_witness[slots])
+
+    def fill(self, slots: Tensor, code: int) -> None:
+        """Mark `slots` exact (EXACT_CODE) or unknown (UNKNOWN_CODE)."""
+        self.value_witness[slots] = code
+        if self.witness is not None:
+            self.witness[slots] = code
+        if self.group_witness is not None:
+            self.group_witness[slots] = code
+        if self.scales is not None:
+            self.scales[slots] = 0.0 if code == EXACT_CODE else float("inf")
+
+
+class SlotStore:
+    """The side tensors of all metered layers of one rank.
+
+    layers: global layer ids. storage_dtype: the dtype of the engine's pool. With `keep_exact` the exact K and V of
+    every slot are kept as well (2 * SLOTS * Hkv * D elements a layer), which is what an audit compares against.
+    """
+
+    def __init__(
+        self,
+        *,
+        quantizer: Quantizer,
+        layers: Sequence[int],
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        bands: BandMap,
+        storage_dtype: torch.dtype,
+        keep_exact: bool = False,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        if quantizer.space != "post_rope" or quantizer.token_group != 1:
+            raise UnsupportedError(
+                f"quantizer {quantizer.name!r} works on {quantizer.space} keys in groups of "
+                f"{quantizer.token_group} token(s); this store takes post_rope quantizers of single tokens"
+            )
+        self.quantizer = quantizer
+        self.bands = bands
+        self.storage_dtype = storage_dtype
+        self.dithered = quantizer.tier == "dither"
+        num_groups = -(-head_dim // 32)
+
+        def tensor(*tail: int, value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((num_slots, num_kv_heads, *tail), value, dtype=dtype, device=device)
+
+        # In a 32-bit pool the dither term's own slack covers the rounding of s * (code - u); see `radii.py`.
+        with_witness = not self.dithered or storage_dtype in SIXTEEN_BIT
+        self._layers = {
+            layer: LayerSlots(
+                bands=bands,
+                value_witness=tensor(value=UNKNOWN_CODE, dtype=torch.uint8),
+                witness=tensor(bands.num_bands, value=UNKNOWN_CODE, dtype=torch.uint8) if with_witness else None,
+                scales=tensor(num_groups, value=float("inf"), dtype=torch.float16) if self.dithered else None,
+                group_witness=tensor(num_groups, value=UNKNOWN_CODE, dtype=torch.uint8)
+                if self.dithered and quantizer.stored_witness
+                else None,
+            )
+            for layer in layers
+        }
+        shape = (num_slots, num_kv_heads)
+        self.exact_k: dict[int, Tensor] = {}
+        self.exact_v: dict[int, Tensor] = {}
+        if keep_exact:
+            for layer in layers:
+                self.exact_k[layer] = torch.zeros(*shape, head_dim, dtype=storage_dtype, device=device)
+                self.exact_v[layer] = torch.zeros(*shape, v_head_dim, dtype=storage_dtype, device=device)
+
+    def __getitem__(self, layer: int) -> LayerSlots:
+        return self._layers[layer]
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._layers
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self._layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the side tensors, without the exact copies."""
+        return sum(t.nbytes for slots in self._layers.values() for t in slots.tensors())
+
+    @property
+    def exact_nbytes(self) -> int:
+        """Bytes of the exact copies kept for audits."""
+        return sum(t.nbytes for kept in (self.exact_k, self.exact_v) for t in kept.values())
+
+    def write(
+        self,
+        layer: int,
+        slots: Tensor,
+        *,
+        exact_k: Tensor,
+        exact_v: Tensor,
+        stored_k: Tensor,
+        stored_v: Tensor,
+        encoded_k: Encoded | None = None,
+        encoded_v: Encoded | None = None,
+    ) -> None:
+        """Account for N tokens just written into `slots` [N].
+
+        exact_k, stored_k [N, Hkv, D], exact_v, stored_v [N, Hkv, Dv]: what the run handed over, in the pool's dtype,
+        and what the pool gives back. encoded_k, encoded_v: the codes and scales of a dithered quantizer; without
+        them a dithered layer counts as unquantized and only an exact write is accepted.
+        """
+        side = self._layers[layer]
+        if encoded_v is None:
+            side.value_witness[slots] = value_codes(exact_v, stored_v)
+        else:
+            side.value_witness[slots] = encode_norm_up(dithered_value_radius(encoded_v, stored_v))
+        if self.dithered:
+            self._write_dithered(side, slots, exact_k, stored_k, encoded_k)
+        elif side.witness is not None:
+            side.witness[slots] = witness_codes(exact_k, stored_k, self.bands)
+        self.keep(layer, slots, exact_k, exact_v)
+
+    def _write_dithered(
+        self, side: LayerSlots, slots: Tensor, exact_k: Tensor, stored_k: Tensor, encoded_k: Encoded | None
+    ) -> None:
+        if encoded_k is None or side.scales is None:
+            same = (exact_k == stored_k).flatten(1).all(1)
+            side.fill(slots[same], EXACT_CODE)
+            side.fill(slots[~same], UNKNOWN_CODE)
+            return
+        side.scales[slots] = encoded_k.scales
+        if side.group_witness is not None:
+            side.group_witness[slots] = group_witness_codes(exact_k, encoded_k.values, encoded_k.scales)
+        if side.witness is not None:
+            side.witness[slots] = witness_codes(encoded_k.values, stored_k, self.bands)
+
+    def keep(self, layer: int, slots: Tensor, exact_k: Tensor, exact_v: Tensor) -> None:
+        """Keep the exact tensors of `slots` for audits, if this store keeps any."""
+        if layer in self.exact_k:
+            self.exact_k[layer][slots] = exact_k.to(self.storage_dtype)
+            self.exact_v[layer][slots] = exact_v.to(self.storage_dtype)
+
+    def mark_exact(self, layer: int, slots: Tensor) -> None:
+        """The pool holds exactly what the run handed over in `slots` (radius 0)."""
+        self._layers[layer].fill(slots, EXACT_CODE)
+
+    def mark_unknown(self, layer: int, slots: Tensor) -> None:
+        """Nothing is known about `slots` any more (radius infinity)."""
+        self._layers[layer].fill(slots, UNKNOWN_CODE)

@@ -1,0 +1,83 @@
+"""One byte per band: how far the stored key can be from the exact one, rounded up.
+
+Codes: 0 is an exact zero; 1..254 stand for ``2^((code-160)/8)`` (2^-19.875 .. 2^11.75 in steps of 9 %);
+255 is "unknown", read back as +inf, which makes the meter 1.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from witcert_core.bands import BandMap
+from witcert_core.errors import InputError
+
+UNKNOWN_CODE = 255
+_NORM_SLACK = 1.0 + 2.0**-40
+"""Covers the float64 rounding of a norm over up to 2^10 channels (relative error below D * 2^-53)."""
+
+
+@functools.lru_cache(maxsize=8)
+def _levels(device: torch.device) -> Tensor:
+    """float64 ``[256]``: what each code stands for, itself rounded up to a float32 number."""
+    exponent = (torch.arange(256, dtype=torch.float64) - 160.0) / 8.0
+    exact = torch.exp2(exponent)
+    single = exact.to(torch.float32)
+    short = single.to(torch.float64) < exact
+    single = torch.where(short, torch.nextafter(single, torch.full_like(single, float("inf"))), single)
+    level = single.to(torch.float64)
+    level[0] = 0.0
+    level[UNKNOWN_CODE] = float("inf")
+    return level.to(device)
+
+
+def encode_norm_up(norms: Tensor) -> Tensor:
+    """Smallest code whose value is at least the norm; NaN, negative and too large norms give 255.
+
+    Args:
+        norms: ``[...]`` float32 or float64, non-negative.
+
+    Returns:
+        uint8 ``[...]``.
+    """
+    if not norms.dtype.is_floating_point:
+        raise InputError(f"norms have dtype {norms.dtype}; a floating dtype is needed")
+    value = norms.to(torch.float64)
+    # right=False: the first level >= value, so an exact level keeps its own code.
+    code = torch.bucketize(value, _levels(value.device))
+    bad = value.isnan() | (value < 0) | (code > UNKNOWN_CODE)
+    return torch.where(bad, UNKNOWN_CODE, code).to(torch.uint8)
+
+
+def decode_norm(codes: Tensor) -> Tensor:
+    """float64 ``[...]`` upper bound that each uint8 code stands for; exact in float32 too."""
+    if codes.dtype != torch.uint8:
+        raise InputError(f"witness codes have dtype {codes.dtype}; they are stored as torch.uint8")
+    return _levels(codes.device)[codes.to(torch.int64)]
+
+
+def witness_codes(exact: Tensor, stored: Tensor, bands: BandMap) -> Tensor:
+    """Codes of ``||(stored - exact)_band||``, uint8 ``[..., B]``.
+
+    Args:
+        exact: ``[..., D]`` the tensor handed to the cache write, in its own dtype.
+        stored: ``[..., D]`` what the cache gives back, in the space attention reads.
+    """
+    return encode_norm_up(bands.norms(_residual(exact, stored)) * _NORM_SLACK)
+
+
+def value_codes(exact: Tensor, stored: Tensor) -> Tensor:
+    """Codes of ``||stored - exact||`` over all channels, uint8 ``[...]``."""
+    residual = _residual(exact, stored)
+    whole = BandMap(torch.zeros(residual.shape[-1], dtype=torch.int64), 1)
+    return encode_norm_up(whole.norms(residual)[..., 0] * _NORM_SLACK)
+
+
+def _residual(exact: Tensor, stored: Tensor) -> Tensor:
+    if exact.shape != stored.shape:
+        raise InputError(
+            f"exact has shape {tuple(exact.shape)} and stored {tuple(stored.shape)}; they must agree"
+        )
+    return stored.to(torch.float64) - exact.to(torch.float64)
