@@ -31,16 +31,9 @@ theorem harmonic_mono {q q' N N' : α} (hq : 0 < q) (hN : 0 ≤ N) (h1 : q ≤ q
   rw [show (N' + q') * (q' * N' / (N' + q') * (N + q)) = q' * N' * (N + q) from eq_lin (mul_inv_cancel d2) (q' * N' * (N + q)) (by ring)]
   exact le_cert (add_nonneg (nonneg_mul (nonneg_mul (sub_nonneg h1) hN) hN') (nonneg_mul (nonneg_mul (le_of_lt hq) (le_of_lt hq')) (sub_nonneg h2))) (by ring)
 
-/-- One cell: for every mass `m ∈ [m₀, m₁]` and every `u ≤ ub`, the value at `(m, u)` is at most the cell's value at
-`min(ub, (1 - 2m₀ + η)/2)`. -/
-theorem jensenValue_le_cell {η m m₀ m₁ u ub : α} (hη : 0 ≤ η) (hu : 0 ≤ u) (huη : u ≤ η) (hub : u ≤ ub)
-    (hm : 0 ≤ m) (hm2 : 2 * m ≤ 1) (h0 : m₀ ≤ m) (h1 : m ≤ m₁) :
-    jensenValue η m u ≤ jensenCell η m₀ m₁ (min ub ((1 - 2 * m₀ + η) / 2)) := by
-  have hq : 0 < 1 - m := lt_of_lt_of_le (inv_pos zero_lt_two)
-    (le_cert (nonneg_mul half_nonneg (sub_nonneg hm2)) (eq_lin two_half (m - 1) (by ring)))
-  have h12 : 0 ≤ 1 - 2 * m := sub_nonneg hm2
-  have hN : 0 ≤ jensenN η m u := add_nonneg (add_nonneg (nonneg_mul hm hη) (nonneg_mul h12 hu)) (nonneg_mul hu (sub_nonneg huη))
-  refine harmonic_mono hq hN (le_cert (sub_nonneg h0) (by ring)) ?_
+/-- `N` on an interval `[m₀, m₁]` of masses, at `ū = min(ub, (1 - 2m₀ + η)/2)`. -/
+theorem jensenN_le_cell {η m m₀ m₁ u ub : α} (hη : 0 ≤ η) (hu : 0 ≤ u) (hub : u ≤ ub) (h0 : m₀ ≤ m) (h1 : m ≤ m₁) :
+    jensenN η m u ≤ m₁ * η + (1 - 2 * m₀) * min ub ((1 - 2 * m₀ + η) / 2) + min ub ((1 - 2 * m₀ + η) / 2) * (η - min ub ((1 - 2 * m₀ + η) / 2)) := by
   -- first raise the mass, then u
   have s1 : jensenN η m u ≤ m₁ * η + (1 - 2 * m₀) * u + u * (η - u) := by
     show m * η + (1 - 2 * m) * u + u * (η - u) ≤ _
@@ -58,6 +51,15 @@ theorem jensenValue_le_cell {η m m₀ m₁ u ub : α} (hη : 0 ≤ η) (hu : 0 
     rw [h.2]
     refine le_cert (sq_nonneg ((1 - 2 * m₀ + η) / 2 - u)) ?_
     exact eq_lin hc (u - (1 - 2 * m₀ + η) / 2) (by ring)
+/-- One cell: for every mass `m ∈ [m₀, m₁]` and every `u ≤ ub`, the value at `(m, u)` is at most the cell's value at
+`min(ub, (1 - 2m₀ + η)/2)`. -/
+theorem jensenValue_le_cell {η m m₀ m₁ u ub : α} (hη : 0 ≤ η) (hu : 0 ≤ u) (huη : u ≤ η) (hub : u ≤ ub)
+    (hm : 0 ≤ m) (hm2 : 2 * m ≤ 1) (h0 : m₀ ≤ m) (h1 : m ≤ m₁) :
+    jensenValue η m u ≤ jensenCell η m₀ m₁ (min ub ((1 - 2 * m₀ + η) / 2)) := by
+  have hq : 0 < 1 - m := lt_of_lt_of_le (inv_pos zero_lt_two)
+    (le_cert (nonneg_mul half_nonneg (sub_nonneg hm2)) (eq_lin two_half (m - 1) (by ring)))
+  have hN : 0 ≤ jensenN η m u := add_nonneg (add_nonneg (nonneg_mul hm hη) (nonneg_mul (sub_nonneg hm2) hu)) (nonneg_mul hu (sub_nonneg huη))
+  exact harmonic_mono hq hN (le_cert (sub_nonneg h0) (by ring)) (jensenN_le_cell hη hu hub h0 h1)
 
 namespace Cell
 variable {ι : Type v} {x : Cell α ι}

@@ -52,77 +52,97 @@ theorem value_radius (groups : List ι) (chan : ι → List κ) (e : ι → κ �
     rw [sum_const_mul] at h1
     exact le_trans h1 (le_cert (nonneg_mul (nonneg_mul h0 h0) (sub_nonneg (hN g))) (by ring)))
 
-namespace Cell
-variable {x : Cell α ι} (h : x.Sound)
-include h
+/-! ### Two weight vectors -/
+
+/-- Total variation `½ Σ |p - w|`. -/
+def tv (p w : ι → α) (l : List ι) : α := sum (fun t => abs (p t - w t)) l / 2
+theorem tv_nonneg (p w : ι → α) (l : List ι) : 0 ≤ tv p w l := div_nonneg (sum_nonneg l (fun _ => abs_nonneg _)) zero_lt_two
+/-- **Triangle inequality**: `TV(p, ŵ) ≤ TV(p, w) + TV(w, ŵ)`. Weights that the kernel used but the meter did not see add
+their own distance.
+
+Code: `witcert_core.meter.measure` (unfused: the kernel's distance is added as a last term).
+`python: tv_of(p, w2) <= tv_of(p, w) + tv_of(w, w2)` -/
+theorem tv_triangle (p w w' : ι → α) (l : List ι) : tv p w' l ≤ tv p w l + tv w w' l := by
+  have h : sum (fun t => abs (p t - w' t)) l ≤ sum (fun t => abs (p t - w t)) l + sum (fun t => abs (w t - w' t)) l := by
+    rw [← sum_add]
+    exact sum_le l (fun t => le_trans (le_of_eq (congrArg abs (by ring))) (abs_add (p t - w t) (w t - w' t)))
+  refine div_le zero_lt_two (le_trans h (le_of_eq ?_))
+  show _ = (sum (fun t => abs (p t - w t)) l / 2 + sum (fun t => abs (w t - w' t)) l / 2) * 2
+  exact eq_lin two_half (-(sum (fun t => abs (p t - w t)) l) - sum (fun t => abs (w t - w' t)) l) (by ring)
 
 /-- The positive and the negative part of `p - w` both have mass `TV`. -/
-theorem Sound.parts : sum (fun t => (abs (x.p t - x.w t) + (x.p t - x.w t)) / 2) x.l = x.TV ∧
-    sum (fun t => (abs (x.p t - x.w t) - (x.p t - x.w t)) / 2) x.l = x.TV := by
-  have e0 : sum (fun t => x.p t - x.w t) x.l = 0 := by
-    rw [sum_sub, h.p_sum, h.w_sum]; ring
+theorem tv_parts {p w : ι → α} {l : List ι} (hs : sum p l = sum w l) : sum (fun t => (abs (p t - w t) + (p t - w t)) / 2) l = tv p w l ∧
+    sum (fun t => (abs (p t - w t) - (p t - w t)) / 2) l = tv p w l := by
+  have e0 : sum (fun t => p t - w t) l = 0 := by
+    rw [sum_sub, hs]; ring
   constructor
-  · rw [sum_congr x.l (g := fun t => 2⁻¹ * abs (x.p t - x.w t) + 2⁻¹ * (x.p t - x.w t)) (fun t => by ring), sum_lin2, e0]
-    show _ = sum _ x.l / 2
+  · rw [sum_congr l (g := fun t => 2⁻¹ * abs (p t - w t) + 2⁻¹ * (p t - w t)) (fun t => by ring), sum_lin2, e0]
+    show _ = sum _ l / 2
     ring
-  · rw [sum_congr x.l (g := fun t => 2⁻¹ * abs (x.p t - x.w t) + -2⁻¹ * (x.p t - x.w t)) (fun t => by ring), sum_lin2, e0]
-    show _ = sum _ x.l / 2
+  · rw [sum_congr l (g := fun t => 2⁻¹ * abs (p t - w t) + -2⁻¹ * (p t - w t)) (fun t => by ring), sum_lin2, e0]
+    show _ = sum _ l / 2
     ring
-omit h in
 theorem parts_split (d : α) : (abs d + d) / 2 - (abs d - d) / 2 = d := eq_lin two_half d (by ring)
-omit h in
 theorem parts_nonneg (d : α) : 0 ≤ (abs d + d) / 2 ∧ 0 ≤ (abs d - d) / 2 :=
   ⟨div_nonneg (nonneg_cert (sub_nonneg (neg_le_abs d)) (by ring)) zero_lt_two, div_nonneg (sub_nonneg (le_abs d)) zero_lt_two⟩
 
-/-- Moving mass `TV` inside a set of diameter `D` moves the mean by at most `TV·D`. -/
-theorem Sound.transport (k : List κ) (v : ι → κ → α) (D : α) (hD : ∀ s t, NormLe k (fun j => v s j - v t j) D) (hD0 : 0 ≤ D) :
-    NormLe k (fun j => sum (fun t => (x.p t - x.w t) * v t j) x.l) (x.TV * D) := by
-  cases le_or_lt x.TV 0 with
+/-- **Moving mass inside a set of diameter `D`** moves the mean by at most `TV·D`: `‖Σ (p - w) v‖ ≤ TV(p, w)·D`.
+
+Code: `witcert_core.output.output_bound` (and `extra_tv`, for weights the kernel used).
+`python: norm_sq(mean_shift()) <= (TV * diam()) ** 2` -/
+theorem transport {p w : ι → α} {l : List ι} (hs : sum p l = sum w l) (k : List κ) (v : ι → κ → α) (D : α)
+    (hD : ∀ s t, NormLe k (fun j => v s j - v t j) D) (hD0 : 0 ≤ D) :
+    NormLe k (fun j => sum (fun t => (p t - w t) * v t j) l) (tv p w l * D) := by
+  cases le_or_lt (tv p w l) 0 with
   | inl hz =>
-    have e0 : x.TV = 0 := le_antisymm hz h.TV_nonneg
-    have e1 : sum (fun t => abs (x.p t - x.w t)) x.l = 0 := by
-      have e2 : sum (fun t => abs (x.p t - x.w t)) x.l / 2 = 0 := e0
-      exact eq_lin2 e2 two_half 2 (-(sum (fun t => abs (x.p t - x.w t)) x.l)) (by ring)
-    have ha := sum_eq_zero_all (fun t => abs_nonneg (x.p t - x.w t)) x.l e1
-    have ez : ∀ j, sum (fun t => (x.p t - x.w t) * v t j) x.l = 0 := fun j => by
-      refine (sum_congr_all x.l (g := fun _ => 0) (AllOf.imp x.l (fun t ht => ?_) ha)).trans (sum_zero x.l)
-      have e3 : x.p t - x.w t = 0 := by
-        have q : -(x.p t - x.w t) ≤ 0 := le_trans (neg_le_abs (x.p t - x.w t)) (le_of_eq ht)
+    have e0 : tv p w l = 0 := le_antisymm hz (tv_nonneg p w l)
+    have e1 : sum (fun t => abs (p t - w t)) l = 0 := by
+      have e2 : sum (fun t => abs (p t - w t)) l / 2 = 0 := e0
+      exact eq_lin2 e2 two_half 2 (-(sum (fun t => abs (p t - w t)) l)) (by ring)
+    have ha := sum_eq_zero_all (fun t => abs_nonneg (p t - w t)) l e1
+    have ez : ∀ j, sum (fun t => (p t - w t) * v t j) l = 0 := fun j => by
+      refine (sum_congr_all l (g := fun _ => 0) (AllOf.imp l (fun t ht => ?_) ha)).trans (sum_zero l)
+      have e3 : p t - w t = 0 := by
+        have q : -(p t - w t) ≤ 0 := le_trans (neg_le_abs (p t - w t)) (le_of_eq ht)
         exact le_antisymm (le_trans (le_abs _) (le_of_eq ht)) (le_cert (sub_nonneg q) (by ring))
-      show (x.p t - x.w t) * v t j = 0
+      show (p t - w t) * v t j = 0
       rw [e3]; ring
-    exact ((NormLe.zero k).congr ez).round_up (nonneg_mul h.TV_nonneg hD0)
+    exact ((NormLe.zero k).congr ez).round_up (nonneg_mul (tv_nonneg p w l) hD0)
   | inr hp =>
-    have pr := h.parts
-    have n1 : NormLe k (fun j => sum (fun s => sum (fun t => ((abs (x.p s - x.w s) + (x.p s - x.w s)) / 2 * ((abs (x.p t - x.w t) - (x.p t - x.w t)) / 2)) * (v s j - v t j)) x.l) x.l)
-        (sum (fun s => sum (fun t => ((abs (x.p s - x.w s) + (x.p s - x.w s)) / 2 * ((abs (x.p t - x.w t) - (x.p t - x.w t)) / 2)) * D) x.l) x.l) :=
-      NormLe.sum x.l (fun s => NormLe.sum x.l (fun t => by
-        have q := (hD s t).smul ((abs (x.p s - x.w s) + (x.p s - x.w s)) / 2 * ((abs (x.p t - x.w t) - (x.p t - x.w t)) / 2))
+    have pr := tv_parts hs
+    have n1 : NormLe k (fun j => sum (fun s => sum (fun t => ((abs (p s - w s) + (p s - w s)) / 2 * ((abs (p t - w t) - (p t - w t)) / 2)) * (v s j - v t j)) l) l)
+        (sum (fun s => sum (fun t => ((abs (p s - w s) + (p s - w s)) / 2 * ((abs (p t - w t) - (p t - w t)) / 2)) * D) l) l) :=
+      NormLe.sum l (fun s => NormLe.sum l (fun t => by
+        have q := (hD s t).smul ((abs (p s - w s) + (p s - w s)) / 2 * ((abs (p t - w t) - (p t - w t)) / 2))
         rw [abs_of_nonneg (nonneg_mul (parts_nonneg _).1 (parts_nonneg _).2)] at q
         exact q))
-    have e1 : sum (fun s => sum (fun t => ((abs (x.p s - x.w s) + (x.p s - x.w s)) / 2 * ((abs (x.p t - x.w t) - (x.p t - x.w t)) / 2)) * D) x.l) x.l = x.TV * x.TV * D := by
-      rw [sum_congr x.l (g := fun s => x.TV * D * ((abs (x.p s - x.w s) + (x.p s - x.w s)) / 2)) (fun s => by
-        rw [sum_congr x.l (g := fun t => ((abs (x.p s - x.w s) + (x.p s - x.w s)) / 2 * D) * ((abs (x.p t - x.w t) - (x.p t - x.w t)) / 2)) (fun t => by ring), sum_mul, pr.2]
+    have e1 : sum (fun s => sum (fun t => ((abs (p s - w s) + (p s - w s)) / 2 * ((abs (p t - w t) - (p t - w t)) / 2)) * D) l) l = tv p w l * tv p w l * D := by
+      rw [sum_congr l (g := fun s => tv p w l * D * ((abs (p s - w s) + (p s - w s)) / 2)) (fun s => by
+        rw [sum_congr l (g := fun t => ((abs (p s - w s) + (p s - w s)) / 2 * D) * ((abs (p t - w t) - (p t - w t)) / 2)) (fun t => by ring), sum_mul, pr.2]
         ring), sum_mul, pr.1]
       ring
-    have e2 : ∀ j, x.TV * sum (fun t => (x.p t - x.w t) * v t j) x.l
-        = sum (fun s => sum (fun t => ((abs (x.p s - x.w s) + (x.p s - x.w s)) / 2 * ((abs (x.p t - x.w t) - (x.p t - x.w t)) / 2)) * (v s j - v t j)) x.l) x.l := fun j => by
-      have hin : ∀ s, sum (fun t => ((abs (x.p s - x.w s) + (x.p s - x.w s)) / 2 * ((abs (x.p t - x.w t) - (x.p t - x.w t)) / 2)) * (v s j - v t j)) x.l
-          = x.TV * ((abs (x.p s - x.w s) + (x.p s - x.w s)) / 2 * v s j) + -(sum (fun t => (abs (x.p t - x.w t) - (x.p t - x.w t)) / 2 * v t j) x.l) * ((abs (x.p s - x.w s) + (x.p s - x.w s)) / 2) := fun s => by
-        rw [sum_congr x.l (g := fun t => ((abs (x.p s - x.w s) + (x.p s - x.w s)) / 2 * v s j) * ((abs (x.p t - x.w t) - (x.p t - x.w t)) / 2)
-          + -((abs (x.p s - x.w s) + (x.p s - x.w s)) / 2) * ((abs (x.p t - x.w t) - (x.p t - x.w t)) / 2 * v t j)) (fun t => by ring), sum_lin2, pr.2]
+    have e2 : ∀ j, tv p w l * sum (fun t => (p t - w t) * v t j) l
+        = sum (fun s => sum (fun t => ((abs (p s - w s) + (p s - w s)) / 2 * ((abs (p t - w t) - (p t - w t)) / 2)) * (v s j - v t j)) l) l := fun j => by
+      have hin : ∀ s, sum (fun t => ((abs (p s - w s) + (p s - w s)) / 2 * ((abs (p t - w t) - (p t - w t)) / 2)) * (v s j - v t j)) l
+          = tv p w l * ((abs (p s - w s) + (p s - w s)) / 2 * v s j) + -(sum (fun t => (abs (p t - w t) - (p t - w t)) / 2 * v t j) l) * ((abs (p s - w s) + (p s - w s)) / 2) := fun s => by
+        rw [sum_congr l (g := fun t => ((abs (p s - w s) + (p s - w s)) / 2 * v s j) * ((abs (p t - w t) - (p t - w t)) / 2)
+          + -((abs (p s - w s) + (p s - w s)) / 2) * ((abs (p t - w t) - (p t - w t)) / 2 * v t j)) (fun t => by ring), sum_lin2, pr.2]
         ring
-      rw [sum_congr x.l hin, sum_lin2, pr.1]
-      have e3 : sum (fun t => (x.p t - x.w t) * v t j) x.l = sum (fun t => (abs (x.p t - x.w t) + (x.p t - x.w t)) / 2 * v t j) x.l
-          - sum (fun t => (abs (x.p t - x.w t) - (x.p t - x.w t)) / 2 * v t j) x.l := by
+      rw [sum_congr l hin, sum_lin2, pr.1]
+      have e3 : sum (fun t => (p t - w t) * v t j) l = sum (fun t => (abs (p t - w t) + (p t - w t)) / 2 * v t j) l
+          - sum (fun t => (abs (p t - w t) - (p t - w t)) / 2 * v t j) l := by
         rw [← sum_sub]
-        exact sum_congr x.l (fun t => eq_lin (parts_split (x.p t - x.w t)) (-(v t j)) (by ring))
+        exact sum_congr l (fun t => eq_lin (parts_split (p t - w t)) (-(v t j)) (by ring))
       rw [e3]; ring
     rw [e1] at n1
-    have n2 := (n1.congr e2).smul x.TV⁻¹
+    have n2 := (n1.congr e2).smul (tv p w l)⁻¹
     rw [abs_of_nonneg (inv_nonneg hp)] at n2
-    exact (n2.congr (fun j => eq_lin (mul_inv_cancel hp) (-(sum (fun t => (x.p t - x.w t) * v t j) x.l)) (by ring))).round_up
-      (le_of_eq (eq_lin (mul_inv_cancel hp) (x.TV * D) (by ring)))
+    exact (n2.congr (fun j => eq_lin (mul_inv_cancel hp) (-(sum (fun t => (p t - w t) * v t j) l)) (by ring))).round_up
+      (le_of_eq (eq_lin (mul_inv_cancel hp) (tv p w l * D) (by ring)))
+
+namespace Cell
+variable {x : Cell α ι} (h : x.Sound)
+include h
 
 /-- The part of the error that comes from the values themselves: `‖Σ p (v - ṽ)‖ ≤ Σ w ρ + Σ (p - w) ρ`. -/
 theorem Sound.value_part (k : List κ) (vt ve : ι → κ → α) (ρ : ι → α) (hρ : ∀ t, NormLe k (fun j => ve t j - vt t j) (ρ t)) :
@@ -149,8 +169,9 @@ theorem Sound.output_diam (k : List κ) (vt ve : ι → κ → α) (ρ : ι → 
     (hmax : ∀ t, ρ t ≤ ρmax) (hmin : ∀ t, ρmin ≤ ρ t) :
     NormLe k (fun j => sum (fun t => x.p t * ve t j) x.l - sum (fun t => x.w t * vt t j) x.l)
       (x.TV * (D + (ρmax - ρmin)) + sum (fun t => x.w t * ρ t) x.l) := by
-  refine (output_split k vt ve (h.transport k vt D hD hD0) (h.value_part k vt ve ρ hρ)).round_up ?_
-  have pr := h.parts
+  refine (output_split k vt ve (transport (h.p_sum.trans h.w_sum.symm) k vt D hD hD0) (h.value_part k vt ve ρ hρ)).round_up ?_
+  show x.TV * D + (sum (fun t => x.w t * ρ t) x.l + sum (fun t => (x.p t - x.w t) * ρ t) x.l) ≤ _
+  have pr : _ = x.TV ∧ _ = x.TV := tv_parts (h.p_sum.trans h.w_sum.symm)
   have h1 : sum (fun t => (x.p t - x.w t) * ρ t) x.l ≤ sum (fun t => ρmax * ((abs (x.p t - x.w t) + (x.p t - x.w t)) / 2) + -ρmin * ((abs (x.p t - x.w t) - (x.p t - x.w t)) / 2)) x.l :=
     sum_le x.l (fun t => le_cert (add_nonneg (nonneg_mul (parts_nonneg (x.p t - x.w t)).1 (sub_nonneg (hmax t))) (nonneg_mul (parts_nonneg (x.p t - x.w t)).2 (sub_nonneg (hmin t))))
       (eq_lin (parts_split (x.p t - x.w t)) (ρ t) (by ring)))
