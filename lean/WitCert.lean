@@ -17,6 +17,7 @@ import WitCert.Attention.Sweep
 import WitCert.Attention.Blocks
 import WitCert.Attention.Output
 import WitCert.Attention.Gate
+import WitCert.Attention.GateExtremal
 import WitCert.Probability.Law
 import WitCert.Probability.Dither
 import WitCert.Probability.Rounding

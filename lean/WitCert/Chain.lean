@@ -17,7 +17,7 @@ namespace WitCert
 arithmetic, a cast of `P`).
 
 Code: `witcert_core.radii.arithmetic_radius` (fused: `ω` goes into `c`).
-`python: abs(z2[0] - z[0]) <= abs(z_tilde[0] - z[0]) + abs(z2[0] - z_tilde[0])` -/
+`python: abs(z_again[0] - z[0]) <= c[0] + abs(z_again[0] - z_tilde[0])` -/
 theorem radius_add {α : Type u} [OrderedField α] {z zt zh c ω : α} (h1 : abs (zt - z) ≤ c) (h2 : abs (zh - zt) ≤ ω) : abs (zh - z) ≤ c + ω := by
   refine le_trans (le_trans (le_of_eq (congrArg abs (show zh - z = (zh - zt) + (zt - z) from by ring))) (abs_add _ _)) ?_
   exact le_trans (add_le_add h2 h1) (le_of_eq (by ring))
@@ -34,8 +34,8 @@ theorem ofLogits_TV {ι : Type v} (i : ι) (l : List ι) (z zt c : ι → α) (h
 has band norms `n_b`. If `|scale| Σ_b n_b w_{t,b} ≤ M` for every token then
 `TV(softmax(scale⟨q,x⟩), softmax(scale⟨q,y⟩)) ≤ tanh(M/2)`.
 
-Code: `witcert_core.radii.radius_witness` → `accumulate` → `bounds.tanh.bound`.
-`python: TV <= code("tanh") and abs(z_tilde[0] - z[0]) <= c[0]` -/
+Code: `witcert_core.radii.radius_witness`, `witcert_core.accumulate.accumulate`, `witcert_core.bounds.tanh.bound`.
+`python: all(abs(x - v) <= b for x, v, b in zip(z_tilde, z, c)) and head.cell.TV <= (head.cell.R - 1) / (head.cell.R + 1) <= head.cell.code("tanh")` -/
 theorem tier_w_tanh {ι : Type v} {β : Type w} {κ : Type x} (i : ι) (l : List ι) (bands : List β) (k : β → List κ)
     (q : β → κ → α) (x y : ι → β → κ → α) (n : β → α) (w : ι → β → α) (scale M : α)
     (hn : ∀ b, NormLe (k b) (q b) (n b)) (hw : ∀ t b, NormLe (k b) (fun j => y t b j - x t b j) (w t b))
@@ -55,7 +55,7 @@ theorem tier_w_tanh {ι : Type v} {β : Type w} {κ : Type x} (i : ι) (l : List
 variation of the two softmaxes: `jensen`, `needle`, `extremal` apply to the true attention weights.
 
 Code: `witcert_core.bounds.meter`.
-`python: TV <= min(1, code("tanh"), code("jensen"), code("needle")) and TV <= code("meter")` -/
+`python: TV <= min(1, code("tanh"), code("jensen"), code("needle")) == code("meter")` -/
 theorem any_form {ι : Type v} (i : ι) (l : List ι) (z zt c : ι → α) (hc : ∀ t, abs (zt t - z t) ≤ c t) (B : α)
     (hB : ∀ x : Cell α ι, x.Sound → x.l = .cons i l → (∀ t, x.w t = softmax zt (.cons i l) t) → (∀ t, x.r t = exp (c t)) → x.TV ≤ B) :
     tv (softmax z (.cons i l)) (softmax zt (.cons i l)) (.cons i l) ≤ B := by
@@ -65,7 +65,7 @@ theorem any_form {ι : Type v} (i : ι) (l : List ι) (z zt c : ι → α) (hc :
 /-- **The proxy of the code**: `proxy(n, 1/2^{n+1}) = (1 - 4⁻ⁿ)/12`.
 
 Code: `witcert_core.radii.radius_dither` (`(1 - 4⁻⁸)/12`).
-`python: sum((2 ** i * g(n)) ** 2 for i in range(n)) == (1 - Fraction(1, 4 ** n)) / 12` -/
+`python: sum((2 ** i * half_step(n)) ** 2 for i in range(n)) == proxy(n)` -/
 theorem proxy_half (n : Nat) : 12 * proxy n (halfStep n) * pow 4 n = (pow 4 n - 1 : α) := by
   have e := proxy_closed (α := α) n (halfStep n)
   have h := halfStep_mul (α := α) n
@@ -81,7 +81,7 @@ fresh for its own token. If a cell's meter is right whenever none of its radii i
 has `TV` above its meter is at most `δ_req`. No independence between tokens, rows or cells is used.
 
 Code: `witcert_core.radii.radius_dither`, `witcert_core.budget.Budget`, `witcert_core.meter.measure`.
-`python: num_cells() * (S * 2 * exp_up(-log_down(2 * S / delta_loc()))) <= delta_req() * (1 + tiny)` -/
+`python: budget.num_cells * dither.S * 2 * exp_down(-log_up(2 * dither.S / budget.declared_loc())) <= budget.delta_req` -/
 theorem tier_d_request {Ω : Type v} {κ : Type w} {Θ : Type x} (L : Law α Ω) {n : Nat} {chans : List κ} {rd : α → α} (hrd : Nearest rd)
     {γ ι : Type w} (cells : List γ) (tokens : γ → List ι) (u : ι → κ → Ω → α) (T : γ → ι → Token α κ Θ) (ξ : γ → ι → Ω → Θ)
     (TV meter : γ → Ω → α) {ell δ_loc δ_req : α}

@@ -113,7 +113,7 @@ theorem Sound.attackValue_mul {s : ι → α} (hs : IsFrac s) :
 `α = Σ_S w`: the maximum over all sets is a bound.
 
 Code: `witcert_core.bounds.extremal.bound`.
-`python: TV <= max(attack_value(s) for s in subsets())` -/
+`python: TV <= max(attack_value(s) for s in cell.subsets)` -/
 theorem Sound.tv_le_attack : ∃ s, IsSet s ∧ x.TV ≤ x.attackValue s := by
   have at0 := h.attack
   have hs := at0.isSet
@@ -264,7 +264,7 @@ theorem Sound.upper_at_level (R : α) (hR : ∀ t, x.r t ≤ R) {z : α} (hz : 1
 `s` there are a threshold `θ` and a fraction `τ` with `F(s) ≤ F(upper θ τ)`, `F = a/(a + y) - α`.
 
 Code: `witcert_core.bounds.extremal.bound`.
-`python: all(attack_value(s) <= code_extremal() for s in fractional_sets())` -/
+`python: all(attack_value(s) <= code("extremal") for s in fractional)` -/
 theorem Sound.attack_le_upper (R : α) (hR : ∀ t, x.r t ≤ R) {s : ι → α} (hs : IsFrac s) :
     ∃ θ τ, 0 ≤ τ ∧ 0 ≤ 1 - τ ∧ x.attackValue s ≤ x.attackValue (x.upper θ τ) := by
   have hp := h.z_pos hs
@@ -289,7 +289,7 @@ theorem Sound.attack_le_upper (R : α) (hR : ∀ t, x.r t ≤ R) {s : ι → α}
 /-- **extremal.** If `B` is at least the value of every threshold set, cut tokens included, then `TV ≤ B`.
 
 Code: `witcert_core.bounds.extremal.bound`.
-`python: TV <= code_extremal()` -/
+`python: TV <= code("extremal")` -/
 theorem Sound.tv_le_extremal (R : α) (hR : ∀ t, x.r t ≤ R) (B : α)
     (hB : ∀ θ τ, 0 ≤ τ → 0 ≤ 1 - τ → x.attackValue (x.upper θ τ) ≤ B) : x.TV ≤ B := by
   cases h.tv_le_attack with

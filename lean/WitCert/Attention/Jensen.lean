@@ -98,7 +98,7 @@ theorem set_point (h : x.Sound) {s : ι → α} (hs : IsSet s) (R : α) (hR : �
 /-- **jensen at the true set.** For the lighter side of the attack: `TV ≤ (1-α)N/(N+1-α)`.
 
 Code: `witcert_core.bounds.jensen.bound`.
-`python: any(TV <= jensen_value(m, u) for m, u in light_sets())` -/
+`python: any(TV <= jensen_value(m, u) for m, u in light_sets)` -/
 theorem Sound.jensen_point (h : x.Sound) (R : α) (hR : ∀ t, x.r t ≤ R) : ∃ m u, x.JensenPoint R m u := by
   have at0 := h.attack
   have hs := at0.isSet
@@ -186,8 +186,8 @@ theorem Sound.jensen_point (h : x.Sound) (R : α) (hR : ∀ t, x.r t ≤ R) : �
 `m₁ η + √(m₁ (1 - m₁) V)` with `V = Q - η²`, and let `B` be at least every cell value at
 `ū = min(ub, (1 - 2 m₀ + η)/2)`. Then `TV ≤ B`.
 
-Code: `witcert_core.bounds.jensen.bound` (64 uniform cells and geometric ones towards 0).
-`python: TV <= jensen_cells(64) and jensen_sup() <= code("jensen")` -/
+Code: `witcert_core.bounds.jensen.bound`, `witcert_core.bounds.jensen.gain_bound`.
+`python: TV <= jensen_cells(16) and all(jensen_value(m, u) <= code("jensen") for m, u in light_sets)` -/
 theorem Sound.tv_le_jensen {κ : Type w} (h : x.Sound) (R : α) (hR : ∀ t, x.r t ≤ R) (m₀ m₁ ub : κ → α) (B : α)
     (cover : ∀ m, 0 ≤ m → 2 * m ≤ 1 → ∃ i, m₀ i ≤ m ∧ m ≤ m₁ i) (half : ∀ i, 2 * m₁ i ≤ 1)
     (hub : ∀ i, x.eta ≤ ub i ∨ m₁ i * (R - 1) ≤ ub i ∨

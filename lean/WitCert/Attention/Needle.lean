@@ -70,8 +70,8 @@ theorem rest_A {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest x i l R μ A
 /-- **Outside.** If the front token `h` is not raised, some set of the rest has mass `m`, `u = Σ w (e^c - 1)`, `a = m + u`
 and `TV + m ≤ a/(a + w_h e^{-c_h} + v)` with `v ≥ (μ - m)²/(A_r - a)`.
 
-Code: `witcert_core.bounds.needle._refined` (`spared`).
-`python: any(spared_point(m, u) for m, u in rest_sets()) or any(attacked_point(m, u) for m, u in rest_sets())` -/
+Code: `witcert_core.bounds.needle._spared`.
+`python: h_raised or any(spared_point(m, u) for m, u in rest_sets)` -/
 theorem needle_outside_point {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest x i l R μ A η Q) (hi : x.raised i = 0) :
     ∃ m u, ∃ v, Reach μ η (μ * Q - η * η) R m u ∧ 0 ≤ v ∧ (μ - m) * (μ - m) ≤ v * (μ - m + (η - u)) ∧ 0 < m + u + (x.w i / x.r i + v) ∧
       (x.TV + m) * (m + u + (x.w i / x.r i + v)) ≤ m + u := by
@@ -128,7 +128,7 @@ theorem needle_outside_point {i : ι} {l : List ι} {R μ A η Q : α} (hR : Res
 `TV ≤ m N/(N + m)` with jensen's `N = mη + (1-2m)u + u(η-u)` for the whole cell's `η`.
 
 Code: `witcert_core.bounds.needle._refined` (`attacked`).
-`python: any(spared_point(m, u) for m, u in rest_sets()) or any(attacked_point(m, u) for m, u in rest_sets())` -/
+`python: not h_raised or any(attacked_point(m, u) for m, u in rest_sets)` -/
 theorem needle_inside_point {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest x i l R μ A η Q) (hi : x.raised i = 1) :
     ∃ m u, Reach μ η (μ * Q - η * η) R m u ∧ u ≤ x.eta ∧ m ≤ 1 ∧ x.TV ≤ m ∧ x.TV * (jensenN x.eta m u + m) ≤ m * jensenN x.eta m u := by
   have at0 := h.attack

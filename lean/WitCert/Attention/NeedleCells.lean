@@ -42,7 +42,7 @@ clipped root `c`: `c = hi` if the first root is at or beyond `hi`, `c = lo` if a
 there is no root at all (`M² < L C`).
 
 Code: `witcert_core.bounds.needle._spared` (`gain(eta_r)`, `gain(e_min)`, `gain(inside)`).
-`python: spared_sup_on_grid() <= max(spared_candidates()) * (1 + tiny)` -/
+`python: all(spared(*interval(j, 4), lo + x * (hi - lo)) <= max(spared_candidates(*interval(j, 4))) * (1 + tiny) for j in range(4) for lo, hi in [spared_range(*interval(j, 4))] for x in shares)` -/
 theorem spared_three {lo hi t₀ B : α} (hkh : 0 ≤ k + h) (hlo : 0 ≤ lo) (hD : ∀ t, lo ≤ t → t ≤ hi → 0 < sparedD R b t)
     (hF : 0 ≤ P + h * R - (k + h) * hi) (hlh : lo ≤ hi)
     (root : (slopeK k P R h b t₀ t₀ = 0 ∧ slopeL k P R * t₀ ≤ slopeM k h b) ∨ slopeM k h b * slopeM k h b < slopeL k P R * slopeC P R h b)
@@ -220,8 +220,8 @@ structure NeedleCell (μ η W R ph y η' B m₀ m₁ cap : α) : Prop where
 /-- **needle, refined.** Intervals `[m₀ j, m₁ j]` cover the masses `[0, μ]` of the rest; if `B` is at least the code's value on
 every interval, with `h` attacked (`m₁ N̄/(m₁ + N̄)`) and with `h` spared (the largest `N(t)/D(t)`), then `TV ≤ B`.
 
-Code: `witcert_core.bounds.needle._refined`.
-`python: TV <= needle_intervals(64) and TV <= code("needle")` -/
+Code: `witcert_core.bounds.needle.bound`, `witcert_core.bounds.needle._refined`.
+`python: TV <= needle_intervals(16) and TV <= code("needle")` -/
 theorem Cell.Sound.tv_le_needle {ι κ : Type v} {x : Cell α ι} (h : x.Sound) {i : ι} {l : List ι} {R μ A η Q : α}
     (hR : Rest x i l R μ A η Q) (hR1 : 1 ≤ R) (hμ : 0 < μ) (m₀ m₁ cap : κ → α) (B : α)
     (cover : ∀ m, 0 ≤ m → m ≤ μ → ∃ j, m₀ j ≤ m ∧ m ≤ m₁ j)

@@ -16,7 +16,7 @@ variable {α : Type u} [OrderedField α]
 `(a + λb)/z(λ) - λm ≤ (a + cb)/z(c) - cm`.
 
 Code: `witcert_core.bounds.extremal._split`.
-`python: all(token_value(lam) <= token_value(best_share()) * (1 + tiny) for lam in shares())` -/
+`python: all(attack_value(upper(x, s)) <= attack_value(upper(x, best_tau(x))) + tiny for x in set(r) for s in shares)` -/
 theorem split_best {a b d e m s l c : α} (hm : 0 ≤ m) (he : 0 ≤ e) (hs : 0 ≤ s) (hroot : b * d - a * e = m * (s * s))
     (hzl : 0 < d + l * e) (hzc : 0 < d + c * e)
     (hc : d + c * e = s ∨ (l ≤ c ∧ d + c * e ≤ s) ∨ (c ≤ l ∧ s ≤ d + c * e)) :
@@ -54,7 +54,7 @@ include h
 the tokens at `θ` lowered, `μ` their mass, `s² = θ y + a/θ`; the clipped share `c` is at least as good as any other.
 
 Code: `witcert_core.bounds.extremal.bound`.
-`python: all(token_value(lam) <= token_value(best_share()) * (1 + tiny) for lam in shares())` -/
+`python: all(attack_value(upper(x, s)) <= attack_value(upper(x, best_tau(x))) + tiny for x in set(r) for s in shares) and max(attack_value(upper(x, best_tau(x))) for x in r) <= code("extremal")` -/
 theorem Sound.upper_best {θ i s c τ : α} (hi : θ * i = 1) (hθ : 1 ≤ θ) (hs : 0 ≤ s)
     (hroot : s * s = θ * x.lo (x.upper θ 0) + x.up (x.upper θ 0) * i)
     (hτ : 0 ≤ τ ∧ 0 ≤ 1 - τ) (hc : 0 ≤ c ∧ 0 ≤ 1 - c)

@@ -163,8 +163,8 @@ theorem Sound.reach_between {z : α} (k : List ι) : ∀ θ₀ θ₁ : α, θ₀
 
 /-- **Threshold sets reach every `Z`** between all tokens lowered and all tokens raised.
 
-Code: `witcert_core.bounds.extremal.bound` (the sweep, and the clipped `λ*` inside a token).
-`python: threshold_reaches(Z_min + (A - Z_min) * tau)` -/
+Code: `witcert_core.bounds.extremal.bound` (the sweep).
+`python: z_of(threshold(target)) == target` -/
 theorem Sound.threshold_reaches (R : α) (hR : ∀ t, x.r t ≤ R) {z : α} (h0 : x.mean (fun t => (x.r t)⁻¹) ≤ z) (h1 : z ≤ x.A) :
     ∃ θ τ, 0 ≤ τ ∧ 0 ≤ 1 - τ ∧ x.up (x.upper θ τ) + x.lo (x.upper θ τ) = z := by
   refine h.reach_between x.l 1 R (le_trans h.one_le_A (h.A_le hR)) ?_ ?_ (AllOf.imp x.l (fun _ k => Or.inr (Or.inr k)) (allOf_inImage x.r x.l))

@@ -47,14 +47,14 @@ theorem NormLe.zero (k : List κ) : NormLe k (fun _ => (0 : α)) 0 :=
 /-- **Rounding a norm up keeps the bound.**
 
 Code: `witcert_core.witness.encode_norm_up` (uint8 codes, rounded up).
-`python: all(norm_sq(band(d, b)) <= witness(d)[b] ** 2 for b in bands())` -/
+`python: all(norm_sq(band(d, b)) <= witness(d)[b] ** 2 for b in bands)` -/
 theorem NormLe.round_up {k : List κ} {v : κ → α} {ρ σ : α} (hv : NormLe k v ρ) (h : ρ ≤ σ) : NormLe k v σ :=
   ⟨le_trans hv.1 h, le_trans hv.2 (mul_le_mul hv.1 (le_trans hv.1 h) h h)⟩
 
 /-- **Re-quantizing adds its rounding**: from `‖k̃ - k‖ ≤ w` and `‖k̃' - k̃‖ ≤ w'` follows `‖k̃' - k‖ ≤ w + w'`.
 
-Code: `witcert_core.witness` (an entry written again after a rotation).
-`python: norm_sq(sub(k_tilde2, k)) <= (witness(sub(k_tilde, k))[0] + witness(sub(k_tilde2, k_tilde))[0]) ** 2` -/
+Code: `witcert_core.witness.value_codes`, `witcert_core.witness.witness_codes` (an entry written again).
+`python: norm_sq(sub(k_again, k)) <= (value_witness(sub(k_tilde, k)) + value_witness(sub(k_again, k_tilde))) ** 2` -/
 theorem requantize_adds (k : List κ) (x y y' : κ → α) {ρ σ : α} (h1 : NormLe k (fun j => y j - x j) ρ)
     (h2 : NormLe k (fun j => y' j - y j) σ) : NormLe k (fun j => y' j - x j) (ρ + σ) :=
   (h1.add h2).congr (fun j => by ring)
@@ -62,8 +62,8 @@ theorem requantize_adds (k : List κ) (x y y' : κ → α) {ρ σ : α} (h1 : No
 /-- **A residual bounded per channel.** `|v_j| ≤ e` on channels whose number is at most `n²` gives `‖v‖ ≤ n e`: the
 group witness of the INT8 layout (`n = √32`, `e = s/2`).
 
-Code: `witcert_core.dither.group_witness_codes`, `witcert_core.output`.
-`python: norm_sq(residual()) <= len(residual()) * max(abs(e) for e in residual()) ** 2` -/
+Code: `witcert_core.dither.decode_group_witness` (code 255 is this radius).
+`python: all(norm_sq(group(residual, j)) <= len(group(residual, j)) * (steps[j] / 2) ** 2 for j in groups)` -/
 theorem group_norm (k : List κ) (v : κ → α) {e n : α} (he : 0 ≤ e) (hn : 0 ≤ n) (hv : ∀ j, abs (v j) ≤ e)
     (hk : sum (fun _ => (1 : α)) k ≤ n * n) : NormLe k v (n * e) := by
   refine ⟨nonneg_mul hn he, ?_⟩
@@ -78,7 +78,7 @@ theorem group_norm (k : List κ) (v : κ → α) {e n : α} (he : 0 ≤ e) (hn :
 /-- **Band Cauchy–Schwarz.** `|Σ_b ⟨q_b, d_b⟩| ≤ Σ_b ‖q_b‖ w_b`.
 
 Code: `witcert_core.radii.radius_witness`.
-`python: abs(dot(q, d)) <= sum(q_norms[b] * witness(d)[b] for b in bands())` -/
+`python: abs(dot(q, d)) <= sum(q_norms[b] * witness(d)[b] for b in bands)` -/
 theorem abs_bands_le (bands : List ι) (k : ι → List κ) (q d : ι → κ → α) (n w : ι → α)
     (hn : ∀ b, NormLe (k b) (q b) (n b)) (hw : ∀ b, NormLe (k b) (d b) (w b)) :
     abs (sum (fun b => dot (k b) (q b) (d b)) bands) ≤ sum (fun b => n b * w b) bands :=
@@ -87,7 +87,7 @@ theorem abs_bands_le (bands : List ι) (k : ι → List κ) (q d : ι → κ →
 /-- **The radius of tier W.** With `z = scale·⟨q, k⟩` and `z̃ = scale·⟨q, k̃⟩`, `|z̃ - z| ≤ |scale| Σ_b ‖q_b‖ w_b`.
 
 Code: `witcert_core.radii.radius_witness`.
-`python: abs(scale * dot(q, k_tilde) - scale * dot(q, k)) <= code_radius_witness()` -/
+`python: abs(scale * dot(q, k_tilde) - scale * dot(q, k)) <= scale * sum(q_norms[b] * witness(d)[b] for b in bands) <= code_radius_witness` -/
 theorem witness_radius (bands : List ι) (k : ι → List κ) (q x y : ι → κ → α) (n w : ι → α) (scale : α)
     (hn : ∀ b, NormLe (k b) (q b) (n b)) (hw : ∀ b, NormLe (k b) (fun j => y b j - x b j) (w b)) :
     abs (scale * sum (fun b => dot (k b) (q b) (y b)) bands - scale * sum (fun b => dot (k b) (q b) (x b)) bands)
@@ -142,23 +142,23 @@ theorem rope_sub (c s : κ → α) (v w : κ × Bool → α) (p : κ × Bool) :
 
 /-- **A pair rotation keeps each band's norm**, so the witness.
 
-Code: `witcert_core.bands.BandMap.norms`.
-`python: norm_sq(rotated(d)) == norm_sq(d)` -/
+Code: `witcert_core.bands.band_map` (bands of whole pairs).
+`python: all(norm_sq(band(rotated(d), b)) == norm_sq(band(d, b)) for b in bands)` -/
 theorem rope_norm {c s : κ → α} (h : ∀ j, c j * c j + s j * s j = 1) (l : List κ) {v : κ × Bool → α} {ρ : α}
     (hv : NormLe (channels l) v ρ) : NormLe (channels l) (rope c s v) ρ :=
   ⟨hv.1, le_trans (le_of_eq (rope_dot h l v v)) hv.2⟩
 
 /-- **`mscale` multiplies the witness** (YaRN is not a rotation alone): `‖m v‖ ≤ |m| ρ`.
 
-Code: `witcert_core.radii.radius_witness` (a pre-RoPE witness is multiplied by `mscale`).
-`python: norm_sq([m * v for v in d]) == m ** 2 * norm_sq(d)` -/
+Code: `witcert_core.bands.BandMap.norms` (a pre-RoPE witness is multiplied by `mscale`).
+`python: all(norm_sq(band(scaled(d), b)) == m ** 2 * norm_sq(band(d, b)) for b in bands)` -/
 theorem mscale_norm {k : List κ} {v : κ → α} {ρ : α} (m : α) (hv : NormLe k v ρ) : NormLe k (fun j => m * v j) (abs m * ρ) := hv.smul m
 
 /-- **A witness taken before RoPE bounds the score error after it**: with `k_post = rope(m·k_pre)`,
 `|scale·⟨q, k̃_post⟩ - scale·⟨q, k_post⟩| ≤ |scale| Σ_b ‖q_b‖ |m| w_b`, `w_b ≥ ‖(k̃_pre - k_pre)_b‖`.
 
 Code: `witcert_core.radii.radius_witness` with a pre-RoPE quantizer.
-`python: abs(dot(q, rotated(scaled(k_tilde))) - dot(q, rotated(scaled(k)))) <= sum(q_norms[b] * m * witness(d)[b] for b in bands())` -/
+`python: abs(scale * dot(q, rotated(scaled(k_tilde))) - scale * dot(q, rotated(scaled(k)))) <= scale * sum(q_norms[b] * m * witness(d)[b] for b in bands)` -/
 theorem witness_before_rope {c s : κ → α} (h : ∀ j, c j * c j + s j * s j = 1) (bands : List ι) (l : ι → List κ)
     (q x y : ι → κ × Bool → α) (n w : ι → α) (scale m : α)
     (hn : ∀ b, NormLe (channels (l b)) (q b) (n b)) (hw : ∀ b, NormLe (channels (l b)) (fun p => y b p - x b p) (w b)) :
@@ -174,7 +174,7 @@ theorem witness_before_rope {c s : κ → α} (h : ∀ j, c j * c j + s j * s j 
 any factor `K`: a key error in a band that the query does not look at.
 
 Code: `witcert_core.radii.radius_witness` (a sum over bands, never `‖q‖·Σ w`).
-`python: sum(q_norms[b] * witness(d)[b] for b in bands()) <= max(q_norms) * sum(witness(d))` -/
+`python: sum(q_norms[b] * witness(d)[b] for b in bands) <= max(q_norms) * sum(witness(d))` -/
 theorem collapse_looser (bands : List ι) (n w : ι → α) (N : α) (hN : ∀ b, n b ≤ N) (hw : ∀ b, 0 ≤ w b) :
     sum (fun b => n b * w b) bands ≤ N * sum w bands ∧
       ∀ K : α, ∃ n' : Bool → α, ∃ w' : Bool → α, (∀ b, n' b ≤ 1) ∧ K * sum (fun b => n' b * w' b) [true, false] < 1 * sum w' [true, false] := by

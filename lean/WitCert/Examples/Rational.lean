@@ -264,7 +264,7 @@ instance : LE Q := ⟨fun x y => leB x y = true⟩
 
 /-- **The class of ordered fields is inhabited**: the rationals, built from the naturals.
 
-Code: `fractions.Fraction`, the arithmetic of the bridge tests.
+Code: `fractions.Fraction` (the arithmetic of the bridge).
 `python: Fraction(1, 3) + Fraction(1, 6) == Fraction(1, 2) and Fraction(1, 3) < Fraction(1, 2)` -/
 instance instOrderedField : OrderedField Q where
   zero := zero

@@ -55,7 +55,7 @@ theorem opposite_sound : opposite.Sound :=
 /-- **The dispersion form is wrong**: with `V = Q - η²` in place of `Q`, equal radii give the bound 0 while `TV > 0`.
 
 Code: `witcert_core.bounds.rms.bound` (uses `Q`).
-`python: instance("opposite").Q - instance("opposite").eta ** 2 == 0 < instance("opposite").TV` -/
+`python: instance("opposite").Q - instance("opposite").eta ** 2 == 0 < instance("opposite").TV <= instance("opposite").code("rms")` -/
 theorem dispersion : opposite.Sound ∧ opposite.Q - opposite.eta * opposite.eta ≤ 0 ∧ 0 < opposite.TV :=
   ⟨opposite_sound, by decide, lt_of_not (by decide)⟩
 
@@ -65,7 +65,7 @@ def spread : Cell Q Bool := cellOf [true, false] (q 1 9) (q 8 9) (q 8 1) (q 1 1)
 `ln 2`, so that form claims `tanh(ln 2 / 2) = 1/3`; the true `TV` is `7/18`.
 
 Code: `witcert_core.radii.radius_dither` (one root per token).
-`python: instance("spread").w[0] * 3 ** 2 == 1 and (2 - 1) / Fraction(2 + 1) < instance("spread").TV` -/
+`python: instance("spread").w[0] * 3 ** 2 == 1 and Fraction(2 - 1, 2 + 1) < instance("spread").TV <= instance("spread").code("meter")` -/
 theorem averaged_radius : spread.Sound ∧ spread.mean (fun t => two 3 0 t * two 3 0 t) = 1 ∧ ((2 : Q) - 1) / (2 + 1) < spread.TV :=
   ⟨cellOf_sound ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩,
     le_antisymm (by decide) (by decide), lt_of_not (by decide)⟩
@@ -75,8 +75,8 @@ def block : Cell Q Bool := cellOf (true :: false :: false :: false :: false :: f
 /-- **One `e^c` per block is wrong**: mass times the block's mean of `e^c` is `9/8`, so `eform` would claim `17/128`; the
 true `TV` is `1/6`.
 
-Code: `witcert_core.accumulate.accumulate` (one `e^c` per token).
-`python: (instance("block").blocked_A ** 2 - 1) / 2 < instance("block").TV` -/
+Code: `witcert_core.accumulate.accumulate_weights` (one `e^c` per token).
+`python: (instance("block").blocked_A ** 2 - 1) / 2 < instance("block").TV <= instance("block").code("eform")` -/
 theorem block_radius : block.Sound ∧
     (sum block.r block.l / 8 * (sum block.r block.l / 8) - 1) / 2 < block.TV :=
   ⟨cellOf_sound ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩,
@@ -88,7 +88,7 @@ def spike : Cell Q Bool := cellOf [true, false] (q 1 10) (q 9 10) (q 100 1) (q 1
 at the best `u`, stays below the true `TV`.
 
 Code: `witcert_core.bounds.jensen.bound` (intervals of masses).
-`python: max(instance("spike").jensen_value(0, 0), instance("spike").jensen_value(Fraction(1, 2), instance("spike").eta / 2)) < instance("spike").TV` -/
+`python: max(instance("spike").jensen_value(0, 0), instance("spike").jensen_value(Fraction(1, 2), instance("spike").eta / 2)) < instance("spike").TV <= instance("spike").code("jensen")` -/
 theorem jensen_points : spike.Sound ∧ jensenValue spike.eta 0 0 < spike.TV ∧ jensenValue spike.eta (q 1 2) (spike.eta / 2) < spike.TV :=
   ⟨cellOf_sound ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩,
     lt_of_not (by decide), lt_of_not (by decide)⟩
@@ -97,7 +97,7 @@ theorem jensen_points : spike.Sound ∧ jensenValue spike.eta 0 0 < spike.TV ∧
 root is 0, so `Σ w ρ = ½` would bound an error of `121/221`.
 
 Code: `witcert_core.output.output_bound` (both roots).
-`python: instance("opposite").p[1] > Fraction(1, 2)` -/
+`python: instance("opposite").p[1] == Fraction(121, 221) > Fraction(1, 2)` -/
 theorem covariance_one_root : opposite.Sound ∧
     ¬ NormLe [true] (fun _ => sum (fun t => opposite.p t * two 0 1 t) opposite.l - sum (fun t => opposite.w t * 0) opposite.l)
       (sum (fun t => opposite.w t * two 0 1 t) opposite.l) :=
@@ -111,14 +111,14 @@ def coins : Law Q (Bool × Bool) := Law.pair (Law.count true [false]) (Law.count
 fails with probability ¾, above the ½ of one budget.
 
 Code: `witcert_core.report.summary.RequestLedger`.
-`python: 1 - (1 - Fraction(1, 2)) ** 2 == Fraction(3, 4) > Fraction(1, 2)` -/
+`python: 1 - (1 - delta) ** 2 > delta` -/
 theorem readers_pay_nothing : coins.P (fun o => o.1) ≤ q 1 2 ∧ coins.P (fun o => o.2) ≤ q 1 2 ∧ q 1 2 < coins.P (fun o => or o.1 o.2) :=
   ⟨by decide, by decide, lt_of_not (by decide)⟩
 /-- **Leaving repaired tokens out of `S` is wrong**: two tokens, each violated with probability ½; an adversary repairs
 the one that holds. The token left is violated with probability ¾, though it alone would be counted.
 
 Code: `witcert_core.radii.radius_dither` (`num_visible` counts repaired tokens).
-`python: 1 - (1 - Fraction(1, 2)) ** 2 == Fraction(3, 4) > Fraction(1, 2)` -/
+`python: 1 - (1 - delta) ** 2 > delta` -/
 theorem repaired_left_out : coins.P (fun o => o.1) ≤ q 1 2 ∧ coins.P (fun o => o.2) ≤ q 1 2 ∧
     q 1 2 < coins.P (fun o => cond o.1 o.1 o.2) := ⟨by decide, by decide, lt_of_not (by decide)⟩
 
@@ -130,7 +130,7 @@ def round (z : Q) : Q := if z ≤ -(q 1 2) then -1 else if q 1 2 ≤ z then 1 el
 `|r| = ½` with probability 1, while every key fixed in advance, here 0, has it with probability 0.
 
 Code: `witcert_core.dither.DitherKey` (a new row id for every forward pass).
-`python: all(abs(round_half_up(2 * u) - 2 * u) == Fraction(1, 2) for u in grid_points(1))` -/
+`python: all(abs(x) == Fraction(1, 4) for x in residual_values(Fraction(0), Fraction(1), 1)) and all(abs(nearest(2 * u) - 2 * u) == Fraction(1, 2) for u in grid_points(1))` -/
 theorem row_per_request : (1 : Q) ≤ grid.P (fun u => Law.geB (q 1 2) (abs (residual round 1 u u))) ∧
     grid.P (fun u => Law.geB (q 1 2) (abs (residual round 1 0 u))) ≤ 0 := ⟨by decide, by decide⟩
 
@@ -155,14 +155,14 @@ theorem jensen_needs_lower : SoundExceptLower lost ∧ lost.eta ≤ 0 ∧
 /-- **`needle` needs the lower radius**: `A_r/(A_r + w_h e^{-c_h}) = ¼` and `1 - w_h = ¼`, `TV = ¾`.
 
 Code: `witcert_core.bounds.needle.bound`.
-`python: max(1 - instance("lost").w[0], Fraction(1, 4)) < instance("lost").TV` -/
+`python: max(1 - instance("lost").w_h, instance("lost").A_r / (instance("lost").A_r + instance("lost").w_h)) < instance("lost").TV` -/
 theorem needle_needs_lower : SoundExceptLower lost ∧ 1 - lost.w true < lost.TV ∧
     lost.w false * lost.r false / (lost.w false * lost.r false + lost.w true / lost.r true) < lost.TV :=
   ⟨lost_sound, lt_of_not (by decide), lt_of_not (by decide)⟩
 /-- **`extremal` needs the lower radius**: with radii 0 every set has value 0.
 
 Code: `witcert_core.bounds.extremal.bound`.
-`python: all(instance("lost").attack_value(s) == 0 for s in instance("lost").subsets()) and instance("lost").TV > 0` -/
+`python: all(instance("lost").attack_value(s) == 0 for s in instance("lost").subsets) and instance("lost").TV > 0` -/
 theorem extremal_needs_lower : SoundExceptLower lost ∧ lost.attackValue (two 0 0) < lost.TV ∧ lost.attackValue (two 1 0) < lost.TV ∧
     lost.attackValue (two 0 1) < lost.TV ∧ lost.attackValue (two 1 1) < lost.TV :=
   ⟨lost_sound, lt_of_not (by decide), lt_of_not (by decide), lt_of_not (by decide), lt_of_not (by decide)⟩
@@ -172,8 +172,8 @@ def uncut : Cell Q Bool := cellOf [true, false] (q 9 10) (q 1 10) (q 3 1) (q 2 1
 /-- **`extremal` must cut tokens**: the sets of largest radii made of whole tokens, `∅`, `{true}`, `{true, false}`, all have
 a value below the `TV` of the attack that raises only the token of smaller radius.
 
-Code: `witcert_core.bounds.extremal.bound` (`λ*` inside a token).
-`python: max(instance("uncut").attack_value(s) for s in ((0, 0), (1, 0), (1, 1))) < instance("uncut").TV` -/
+Code: `witcert_core.bounds.extremal._split`.
+`python: max(instance("uncut").attack_value(s) for s in ((0, 0), (1, 0), (1, 1))) < instance("uncut").TV <= instance("uncut").code("extremal")` -/
 theorem extremal_must_cut : uncut.Sound ∧ uncut.attackValue (two 0 0) < uncut.TV ∧ uncut.attackValue (two 1 0) < uncut.TV ∧
     uncut.attackValue (two 1 1) < uncut.TV :=
   ⟨cellOf_sound ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩,
@@ -187,7 +187,7 @@ def first (b : Bool) : Bool := b
 def shifted : Cell Q Bool := cellOf [true, false] (q 1 2) (q 1 2) (q 2 1) (q 2 1) (q 2 1) (q 2 1)
 /-- **The true `TV` may rise under repair**: from 0 to 1/6, when a common shift is broken.
 
-Code: `witcert_core.gates` (always re-evaluate).
+Code: `witcert_core.gates.Certified` (always evaluate again).
 `python: instance("shifted").TV == 0 < instance("shifted").repaired(0).TV` -/
 theorem tv_rises : shifted.Sound ∧ shifted.TV ≤ 0 ∧ 0 < (shifted.repair first).TV :=
   ⟨cellOf_sound ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩,
@@ -211,11 +211,24 @@ theorem eform_rises : eformUp.Sound ∧ 2 < eformUp.A ∧ eformUp.A < (eformUp.r
   ⟨cellOf_sound ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩,
     lt_of_not (by decide), lt_of_not (by decide)⟩
 
+/-- Two tokens of large radius. -/
+def wholeUp : Cell Q Bool := cellOf [true, false] (q 1 2) (q 1 2) (q 10 1) (q 100 1) (q 10 1) (q 100 1)
+/-- **The best set of whole tokens may rise under repair**: every set has a value below ½ before, and the true `TV` after it
+is `9/11`. Only with cut tokens does the extremal bound never rise.
+
+Code: `witcert_core.bounds.extremal._split`.
+`python: max(instance("wholeUp").attack_value(s) for s in instance("wholeUp").subsets) < instance("wholeUp").repaired(0).TV <= instance("wholeUp").code("extremal")` -/
+theorem extremal_whole_rises : wholeUp.Sound ∧ wholeUp.attackValue (two 0 0) < (wholeUp.repair first).TV ∧
+    wholeUp.attackValue (two 1 0) < (wholeUp.repair first).TV ∧ wholeUp.attackValue (two 0 1) < (wholeUp.repair first).TV ∧
+    wholeUp.attackValue (two 1 1) < (wholeUp.repair first).TV :=
+  ⟨cellOf_sound ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩,
+    lt_of_not (by decide), lt_of_not (by decide), lt_of_not (by decide), lt_of_not (by decide)⟩
+
 /-- **A pre-RoPE witness needs the engine's pairing**: a rotation by the angle `(3/5, 4/5)` moves the norm of one channel
 alone from 1 to 3/5 and of its partner from 0 to 4/5: a band that is not made of pairs keeps no norm.
 
-Code: `witcert_core.rotary.RotarySpec` (half-split or interleaved).
-`python: (Fraction(3, 5) ** 2, Fraction(4, 5) ** 2) != (1, 0) and Fraction(3, 5) ** 2 + Fraction(4, 5) ** 2 == 1` -/
+Code: `witcert_core.rotary.RotarySpec.pair_channels` (half-split or interleaved).
+`python: rotated(d)[0] ** 2 != d[0] ** 2 and all(norm_sq(band(rotated(d), b)) == norm_sq(band(d, b)) for b in bands)` -/
 theorem wrong_pairing : q 3 5 * q 3 5 + q 4 5 * q 4 5 = 1 ∧
     NormLe [((), true)] (fun p : Unit × Bool => cond p.2 0 1) (0 : Q) ∧
     ¬ NormLe [((), true)] (rope (fun _ => q 3 5) (fun _ => q 4 5) (fun p : Unit × Bool => cond p.2 0 1)) (0 : Q) :=

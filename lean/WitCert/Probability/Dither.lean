@@ -62,8 +62,8 @@ theorem ofNat_twoPow (n : Nat) : (ofNat (twoPow n) : α) = pow 2 n := by
 /-- **The dither law is uniform on 2ⁿ equally spaced points**, and a sum of `n` independent signs of sizes
 `g, 2g, …, 2^{n-1}g`: `2ⁿ E f = Σ_{j < 2ⁿ} f(g(2j + 1 - 2ⁿ))`.
 
-Code: `witcert_core.dither.rows` (`u = (j + ½)/256 - ½`, so `g = 1/512`).
-`python: sorted(grid_points(n)) == sorted(sign_sums(n))` -/
+Code: `witcert_core.dither.rows`.
+`python: sorted(grid_points(n)) == sorted(sign_sums(n)) and code_offsets <= set(grid_points(8))` -/
 theorem dither_grid (n : Nat) (g : α) (f : α → α) :
     pow 2 n * (dither n g).E f = rsum (twoPow n) (fun j => f (g * (2 * ofNat j + 1 - pow 2 n))) := by
   induction n generalizing f with
@@ -95,7 +95,7 @@ variable {α : Type u} [ExpField α]
 /-- **Moment generating function of the dither**: `E e^{λy + c} ≤ e^{λ² proxy/2 + c}`.
 
 Code: `witcert_core.radii.radius_dither` (`s²(1 - 4⁻ⁿ)/12`).
-`python: mean(exp_down(lam * y) for y in grid_points(n)) <= exp_up(lam ** 2 * proxy(n) / 2)` -/
+`python: mean(exp_down(lam * x) for x in grid_points(n)) <= exp_up(lam ** 2 * proxy(n) / 2)` -/
 theorem dither_mgf (n : Nat) (g lam c : α) :
     (dither n g).E (fun y => exp (lam * y + c)) ≤ exp (2⁻¹ * (lam * lam * proxy n g) + c) := by
   induction n generalizing c with

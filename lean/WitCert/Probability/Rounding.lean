@@ -138,7 +138,7 @@ theorem offset_bound {o h P m : α} (t0 : 2 * abs (o - h * (2 * 0 + 1 - P)) ≤ 
 multiset, `o - u_j` for one offset `|o| ≤ h = 1/(2N)`.
 
 Code: `witcert_core.dither.quantize_int8`.
-`python: is_shifted_grid(rounding_errors(y, n), 1 / Fraction(2 * 2 ** n))` -/
+`python: is_shifted_grid(residual_values(y, Fraction(1), n), Fraction(1), n)` -/
 theorem dither_error {M : Nat} {h y : α}
     (hint : ∀ z w, ∃ n : Nat, rd z = rd w + ofNat n ∨ rd w = rd z + ofNat n)
     (hnear : ∀ z, 2 * abs (rd z - z) ≤ 1) (hh : 2 * h * ofNat (M + 1) = 1) (h0 : 0 < h) :

@@ -27,8 +27,8 @@ def residual (rd : α → α) (s x u : α) : α := s * (rd (x / s + u) - u) - x
 
 /-- **The residual is at most half a step**, whatever the offset.
 
-Code: `witcert_core.dither.dequantize_int8` and the deterministic term of `witcert_core.radii.radius_dither`.
-`python: all(abs(e) <= s / 2 for e, s in int8_residuals())` -/
+Code: `witcert_core.dither.dequantize_int8`, `witcert_core.radii.radius_dither` (deterministic term).
+`python: all(abs(x) <= steps[i // 4] / 2 for i, x in enumerate(residual))` -/
 theorem residual_le {rd : α → α} (hrd : Nearest rd) {s : α} (hs : 0 < s) (x u : α) : abs (residual rd s x u) ≤ s / 2 := by
   have e : residual rd s x u = s * (rd (x / s + u) - (x / s + u)) := by
     show s * (rd (x / s + u) - u) - x = _
@@ -58,7 +58,7 @@ def Uniform {Ω : Type v} (L : Law α Ω) (n : Nat) (u : Ω → α) : Prop := �
 `s(o - y)`, `y` a sum of `n` independent signs: `2ⁿ` equally spaced points.
 
 Code: `witcert_core.dither.quantize_int8`.
-`python: is_shifted_grid(rounding_errors(y, n), 1 / Fraction(2 * 2 ** n))` -/
+`python: is_shifted_grid(residual_values(y, step, n), step, n)` -/
 theorem residual_law {Ω : Type v} (L : Law α Ω) {n : Nat} {u : Ω → α} (hu : Uniform L n u) {rd : α → α} (hrd : Nearest rd)
     {s : α} (hs : 0 < s) (x : α) :
     ∃ o, abs o ≤ halfStep n ∧ ∀ f : α → α, L.E (fun ω => f (residual rd s x (u ω))) = (dither n (halfStep n)).E (fun y => f (s * (o - y))) := by
@@ -89,7 +89,7 @@ theorem residual_mean {n : Nat} (s o : α) : (dither n (halfStep n)).E (fun y =>
 /-- **Bias.** `|E r| ≤ s h`, `h = 1/2^{n+1}`: the bias term of the radius.
 
 Code: `witcert_core.radii.radius_dither` (`2^{-n-1}`).
-`python: abs(mean(rounding_errors(y, n))) <= Fraction(1, 2 ** (n + 1))` -/
+`python: abs(mean(residual_values(y, step, n))) <= step * half_step(n)` -/
 theorem residual_bias {Ω : Type v} (L : Law α Ω) {n : Nat} {u : Ω → α} (hu : Uniform L n u) {rd : α → α} (hrd : Nearest rd)
     {s : α} (hs : 0 < s) (x : α) : abs (L.E (fun ω => residual rd s x (u ω))) ≤ s * halfStep n := by
   cases residual_law L hu hrd hs x with
@@ -149,7 +149,7 @@ variable {α : Type u} [ExpField α] {Ω : Type v} {κ : Type w} {Θ : Type x} (
 /-- **Sub-Gaussian residual.** `E e^{λ(r - E r)} ≤ e^{λ² s² proxy/2}`, `proxy = (1 - 4⁻ⁿ)/12`.
 
 Code: `witcert_core.radii.radius_dither`.
-`python: mean(exp_down(lam * (e - mean(rounding_errors(y, n)))) for e in rounding_errors(y, n)) <= exp_up(lam ** 2 * proxy(n) / 2)` -/
+`python: mean(exp_down(lam * (x - mean(residual_values(y, step, n)))) for x in residual_values(y, step, n)) <= exp_up(lam ** 2 * step ** 2 * proxy(n) / 2)` -/
 theorem residual_mgf {n : Nat} {u : Ω → α} (hu : Uniform L n u) {rd : α → α} (hrd : Nearest rd) {s : α} (hs : 0 < s) (x lam : α) :
     L.E (fun ω => exp (lam * (residual rd s x (u ω) - L.E (fun ω => residual rd s x (u ω))))) ≤ exp (2⁻¹ * (lam * lam * (s * s * proxy n (halfStep n)))) := by
   cases residual_law L hu hrd hs x with
@@ -171,7 +171,7 @@ theorem exp_sum_eq_prod {ι : Type w} (f : ι → α) (l : List ι) : exp (sum f
 `Σ q_j² s_j² (1 - 4⁻ⁿ)/12`; only independence between the channels of one row is used.
 
 Code: `witcert_core.radii.radius_dither` (`σ²`).
-`python: mean_product(lam) <= exp_up(lam ** 2 * sigma_sq() / 2)` -/
+`python: dither.mgf([dither.centred(o) for o in dither.space.outcomes]) <= exp_up(dither.lam ** 2 * dither.sigma_sq() / 2)` -/
 theorem channels_mgf {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : Row L n chans u) {rd : α → α} (hrd : Nearest rd)
     (q s key : κ → α) (hs : ∀ j, 0 < s j) (lam : α) :
     L.E (fun ω => exp (lam * sum (fun j => q j * (residual rd (s j) (key j) (u j ω) - L.E (fun ω => residual rd (s j) (key j) (u j ω)))) chans))
@@ -236,7 +236,7 @@ theorem token_fixed {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : R
 `c_t` of the code, bias term included.
 
 Code: `witcert_core.radii.radius_dither`.
-`python: sqrt_two_log(2 * S / delta) * sigma() + bias_term() <= code_radius_dither_prob()` -/
+`python: dither.prob(lambda o: abs(dither.err(0, o)) > dither.radius(0, dither.ell)) <= 2 * exp_up(-dither.ell) and dither_formula(sqrt_up(2 * log_up(2 * head.S / delta)) * (1 - tiny)) <= code_radius_dither(delta)` -/
 theorem tier_d_token {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : Row L n chans u) {rd : α → α} (hrd : Nearest rd)
     (T : Token α κ Θ) (ξ : Ω → Θ) (hfresh : Fresh L ξ u) {ell : α} (hT : ∀ θ, T.Valid chans n θ ell) :
     L.P (fun ω => Law.gtB (T.c (ξ ω)) (abs (T.err chans (ξ ω) rd (fun j => u j ω)))) ≤ 2 * exp (-ell) := by
@@ -248,8 +248,8 @@ theorem tier_d_token {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : 
 different tokens may depend on each other in any way. If `2 S e^{-ℓ} ≤ δ` then some token violates its radius with
 probability at most `δ`.
 
-Code: `witcert_core.radii.radius_dither` (`ln(2S/δ_loc)`, `S` = number of visible tokens).
-`python: S * 2 * exp_up(-log_down(2 * S / delta)) <= delta * (1 + tiny)` -/
+Code: `witcert_core.radii.radius_dither` (`ln(2S/δ_loc)`, `num_visible`).
+`python: dither.prob(lambda o: dither.violated(o)) <= dither.delta` -/
 theorem tier_d_cell {n : Nat} {chans : List κ} {rd : α → α} (hrd : Nearest rd) {ι : Type w} (tokens : List ι)
     (u : ι → κ → Ω → α) (T : ι → Token α κ Θ) (ξ : ι → Ω → Θ) {ell δ : α}
     (hrow : ∀ i, Row L n chans (u i)) (hfresh : ∀ i, Fresh L (ξ i) (u i)) (hT : ∀ i θ, (T i).Valid chans n θ ell)
