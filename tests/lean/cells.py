@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-
 from rational import TINY, sqrt_up, subsets, tilted, tv
+
 from witcert_core.accumulate import accumulate_weights
 from witcert_core.bounds import FORMS, extremal, meter
 
@@ -141,6 +141,12 @@ class Cell:
         """``(m, u)`` of the sets of mass at most one half."""
         return [point for point in map(self.set_point, self.subsets) if 2 * point[0] <= 1]
 
+    @cached_property
+    def light_side(self) -> tuple[F, F]:
+        """``(m, u)`` of the raised set or of its complement, whichever is lighter."""
+        raised = [int(x >= self.Z) for x in self.a]
+        return min(self.set_point(raised), self.set_point([1 - x for x in raised]))
+
     def _peak(self, low: F, high: F, cap: F) -> F:
         u = min(cap, (1 - 2 * low + self.eta) / 2)
         return high * self.eta + (1 - 2 * low) * u + u * (self.eta - u)
@@ -215,16 +221,27 @@ class Cell:
         cap = min(eta_r, high * (r_max - 1), high * eta_r / mu + spread)
         return mu - low + eta_r - cap, mu - low + eta_r
 
-    def spared_candidates(self, low: F, high: F) -> list[F]:
-        """Both ends and the clipped first root."""
+    def _spared_slope(self, low: F, high: F) -> tuple[F, F, F, F]:
+        """``L, M, C`` of the slope ``L t^2 - 2 M t + C``, and ``b``."""
         mu = 1 - self.w_h
         b, eta_r, kept = mu - low, self.A_r - mu, self.w_h / self.r_h
-        k = 1 - low
-        p, r = k * (b + eta_r) + high * (self.w_h - kept + b), kept + mu + eta_r
-        lead, middle, tail = p - k * r, (k + high) * b, p + high * r
-        root = sqrt_up(max(F(0), middle**2 - lead * tail))
+        p, r = (1 - low) * (b + eta_r) + high * (self.w_h - kept + b), kept + mu + eta_r
+        return p - (1 - low) * r, (1 - low + high) * b * b, (p + high * r) * b * b, b
+
+    def _spared_root(self, low: F, high: F) -> F:
+        lead, middle, tail, _ = self._spared_slope(low, high)
+        return tail / (middle + sqrt_up(max(F(0), middle**2 - lead * tail)))
+
+    def slope_at_root(self, low: F, high: F) -> F:
+        """Size of the slope at the code's root, 0 where it has none."""
+        lead, middle, tail, _ = self._spared_slope(low, high)
+        t = self._spared_root(low, high)
+        return F(0) if middle**2 < lead * tail else abs(lead * t * t - 2 * middle * t + tail)
+
+    def spared_candidates(self, low: F, high: F) -> list[F]:
+        """Both ends and the clipped first root."""
         first, last = self.spared_range(low, high)
-        t = min(max(b * tail / (middle + root), first), last)
+        t = min(max(self._spared_root(low, high), first), last)
         return [self.spared(low, high, x) for x in (first, last, t)]
 
     def needle_intervals(self, count: int) -> F:
@@ -243,7 +260,9 @@ class Cell:
         """Exact keys back for some tokens."""
         w = [self.w[t] * (self.a[t] if t in tokens else 1) for t in range(self.S)]
         one = [F(1) if t in tokens else None for t in range(self.S)]
-        return Cell(w, [o or r for o, r in zip(one, self.r, strict=True)], [o or a for o, a in zip(one, self.a, strict=True)])
+        return Cell(
+            w, [o or r for o, r in zip(one, self.r, strict=True)], [o or a for o, a in zip(one, self.a, strict=True)]
+        )
 
     @property
     def blocked_A(self) -> F:
@@ -254,7 +273,9 @@ def random_cell(rng: random.Random) -> Cell:
     """Two to five tokens; radii of one scale or another; errors anywhere within them, often at an end."""
     size = rng.randint(2, 5)
     peak = rng.choice((0.0, 0.0, 3.0, 6.0))
-    weights = torch.softmax(torch.tensor([rng.gauss(0, 1) + (peak if t == 0 else 0) for t in range(size)], dtype=torch.float64), 0)
+    weights = torch.softmax(
+        torch.tensor([rng.gauss(0, 1) + (peak if t == 0 else 0) for t in range(size)], dtype=torch.float64), 0
+    )
     w = [F(float(x)) for x in weights]
     if rng.random() < 0.1:
         w = [F(1, size)] * size

@@ -9,9 +9,22 @@ from fractions import Fraction
 from itertools import product
 
 import torch
-
 from cells import Cell
-from rational import FiniteSpace, dot, exp_down, exp_up, grid_points, half_step, log_up, mean, nearest, proxy, residual_values, sqrt_up
+from rational import (
+    FiniteSpace,
+    dot,
+    exp_down,
+    exp_up,
+    grid_points,
+    half_step,
+    log_up,
+    mean,
+    nearest,
+    proxy,
+    residual_values,
+    sqrt_up,
+)
+
 from witcert_core.bounds import meter
 from witcert_core.budget import Budget
 from witcert_core.gates import Certified, GateState, block_risk
@@ -50,7 +63,9 @@ class DitherSpace:
         return dot(self.queries[0], [self.residual(0, j, row[j]) - bias[j] for j in range(2)])
 
     def sigma_sq(self, token: int = 0) -> F:
-        return sum((q * q * s * s for q, s in zip(self.queries[0], self.scales[token], strict=True)), F(0)) * proxy(self.n)
+        return sum((q * q * s * s for q, s in zip(self.queries[0], self.scales[token], strict=True)), F(0)) * proxy(
+            self.n
+        )
 
     def radius(self, token: int, ell: F) -> F:
         """The smaller of the deterministic radius and ``t + bias`` with ``t^2 >= 2 ell sigma^2``."""

@@ -15,7 +15,6 @@ from types import CodeType
 from typing import Any
 
 import pytest
-
 import rational
 from cells import Cell, lean_instances, random_cell
 from spaces import BudgetNumbers, DitherSpace, GateRun
@@ -80,7 +79,8 @@ class Names:
             "kappa": Fraction(rng.randint(1, 30), 7),
             "tau": Fraction(rng.randint(1, 10), 10),
             "delta": Fraction(rng.randint(1, 99), 1000),
-            "target": self.cell.z_of([0] * self.cell.S) * (1 - Fraction(seed % 7, 7)) + self.cell.A * Fraction(seed % 7, 7),
+            "target": self.cell.z_of([0] * self.cell.S) * (1 - Fraction(seed % 7, 7))
+            + self.cell.A * Fraction(seed % 7, 7),
             "shares": [Fraction(i, 8) for i in range(9)],
             "instance": self.instances.__getitem__,
             "fractional": [[Fraction(rng.randint(0, 8), 8) for _ in range(self.cell.S)] for _ in range(20)],
@@ -89,14 +89,17 @@ class Names:
             "gate": GateRun,
         }
 
-    def __getitem__(self, name: str) -> Any:
-        for source in (self.own, vars(rational)):
-            if name in source:
-                return source[name]
-        for owner in (self.cell, self.head):
-            if hasattr(owner, name):
-                return getattr(owner, name)
-        raise KeyError(name)
+    def scope(self, used: set[str]) -> dict[str, Any]:
+        """Values of the names an expression uses; what is not found is an attribute or a builtin."""
+        found = {}
+        for name in used:
+            owners = [self.own, vars(rational)]
+            owner = next((o for o in owners if name in o), None)
+            if owner is not None:
+                found[name] = owner[name]
+            elif (thing := next((o for o in (self.cell, self.head) if hasattr(o, name)), None)) is not None:
+                found[name] = getattr(thing, name)
+        return found
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -116,16 +119,8 @@ def test_enough_theorems_are_listed() -> None:
 def test_statement_holds_on_the_implementations_numbers(name: str) -> None:
     text = expression(name)
     code = compile(text, name, "eval")
-    builtin = vars(importlib.import_module("builtins"))
     for seed in range(CASES):
-        names = Names(seed)
-        scope = {}
-        for used in names_in(code):
-            try:
-                scope[used] = names[used]
-            except KeyError:
-                assert used in builtin or used.islower() or used.isupper() or "_" in used, f"{name} names {used}"
-        assert eval(code, scope) is True, f"{name} fails for case {seed}: {text}"
+        assert eval(code, Names(seed).scope(names_in(code))) is True, f"{name} fails for case {seed}: {text}"
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -155,5 +150,4 @@ def resolve(dotted: str) -> object:
 def test_a_false_statement_would_fail() -> None:
     """The evaluation can fail: the bound without its outward direction is false somewhere."""
     code = compile("code('eform') <= TV", "false", "eval")
-    names = Names(1)
-    assert eval(code, {used: names[used] for used in names_in(code)}) is False
+    assert eval(code, Names(1).scope(names_in(code))) is False

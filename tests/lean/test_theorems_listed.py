@@ -27,7 +27,9 @@ def test_page_uses_no_short_name_of_another_theorem(page: Path) -> None:
     ends = {name.rsplit(".", 1)[-1] for name in LISTED}
     unlisted = {n for n in declared if n.rsplit(".", 1)[-1] not in ends and "_" in n}
     spoken = set(re.findall(r"`([\w.']+)`", page.read_text(encoding="utf-8")))
-    assert not spoken & unlisted, f"{page.name} names {sorted(spoken & unlisted)}, which lean/theorems.txt does not list"
+    assert not spoken & unlisted, (
+        f"{page.name} names {sorted(spoken & unlisted)}, which lean/theorems.txt does not list"
+    )
 
 
 def test_the_proofs_page_has_a_row_for_every_theorem() -> None:

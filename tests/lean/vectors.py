@@ -9,10 +9,10 @@ from fractions import Fraction
 from functools import cached_property
 
 import torch
-from torch import Tensor
-
 from cells import Cell
 from rational import TINY, dot, norm_sq, sqrt_up, sub, tilted, tv
+from torch import Tensor
+
 from witcert_core.accumulate import accumulate
 from witcert_core.bands import BandMap, band_map
 from witcert_core.dither import DitherKey, group_scales, quantize_int8, rows
@@ -220,8 +220,9 @@ class Head:
 
     @cached_property
     def code_output(self) -> F:
-        own = norm_sq(self.average(self.cell.w, self.values))
-        bound = output_bound(self._acc, torch.tensor([float(self.cell.TV * (1 + TINY))]), torch.tensor([math.sqrt(own)], dtype=torch.float64))
+        own = torch.tensor([math.sqrt(norm_sq(self.average(self.cell.w, self.values)))], dtype=torch.float64)
+        moved = torch.tensor([float(self.cell.TV * (1 + TINY))], dtype=torch.float64)
+        bound = output_bound(self._acc, moved, own)
         return F(float(bound[0]))
 
     @cached_property

@@ -98,7 +98,7 @@ theorem set_point (h : x.Sound) {s : ι → α} (hs : IsSet s) (R : α) (hR : �
 /-- **jensen at the true set.** For the lighter side of the attack: `TV ≤ (1-α)N/(N+1-α)`.
 
 Code: `witcert_core.bounds.jensen.bound`.
-`python: any(TV <= jensen_value(m, u) for m, u in light_sets)` -/
+`python: TV <= jensen_value(*light_side)` -/
 theorem Sound.jensen_point (h : x.Sound) (R : α) (hR : ∀ t, x.r t ≤ R) : ∃ m u, x.JensenPoint R m u := by
   have at0 := h.attack
   have hs := at0.isSet

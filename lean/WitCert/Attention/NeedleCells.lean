@@ -37,6 +37,21 @@ theorem spared_up {x y B : α} (hxy : 0 ≤ (y - x) * slopeK k P R h b x y) (hD 
   refine le_of_mul_le hD ?_
   exact le_cert (add_nonneg hxy (nonneg_mul hDx (sub_nonneg hB))) (eq_lin c 1 (by ring))
 
+/-- **The root of the code.** With `ρ² = M² - L C`, `ρ ≥ 0`, the number `t₀ = C/(M + ρ)` is the first root of the slope
+`L t² - 2M t + C`, in the sense that `spared_three` needs.
+
+Code: `witcert_core.bounds.needle._spared` (`b * tail / (middle + root)`).
+`python: all(slope_at_root(*interval(j, 4)) <= tiny for j in range(4))` -/
+theorem spared_root {L M C ρ : α} (hρ : 0 ≤ ρ) (hp : 0 < M + ρ) (hroot : ρ * ρ = M * M - L * C) :
+    L * (C / (M + ρ) * (C / (M + ρ))) - M * (C / (M + ρ) + C / (M + ρ)) + C = 0 ∧ L * (C / (M + ρ)) ≤ M := by
+  have e : C / (M + ρ) * (M + ρ) = C := div_mul_cancel hp
+  generalize C / (M + ρ) = t at e
+  constructor
+  · refine le_antisymm (le_of_mul_le (mul_pos hp hp) (le_of_eq ?_)) (le_of_mul_le (mul_pos hp hp) (le_of_eq (Eq.symm ?_)))
+    all_goals exact eq_lin2 e hroot (L * (t * (M + ρ) + C) - 2 * M * (M + ρ)) C (by ring)
+  · refine le_of_mul_le hp (le_cert (nonneg_mul hρ (le_of_lt hp)) ?_)
+    exact eq_lin2 e hroot (-L) (-1) (by ring)
+
 /-- **Three candidates suffice.** On `[lo, hi]` the quotient `N/D` is at most `B` if it is so at both ends and at the
 clipped root `c`: `c = hi` if the first root is at or beyond `hi`, `c = lo` if at or before `lo`, else the root itself; or
 there is no root at all (`M² < L C`).

@@ -25,16 +25,28 @@ structure Nearest (rd : α → α) : Prop where
 /-- Residual `x̂ - x` of subtractive dither with step `s` and offset `u`. -/
 def residual (rd : α → α) (s x u : α) : α := s * (rd (x / s + u) - u) - x
 
+/-- A step that can code the input: positive, or 0 for an input that is 0. -/
+def Step (s x : α) : Prop := 0 < s ∨ (s = 0 ∧ x = 0)
+theorem residual_zero (rd : α → α) {s x : α} (h : s = 0 ∧ x = 0) (u : α) : residual rd s x u = 0 := by
+  show s * (rd (x / s + u) - u) - x = 0
+  rw [h.1, h.2]; ring
+theorem Step.nonneg {s x : α} (h : Step s x) : 0 ≤ s := h.elim le_of_lt (fun h => le_of_eq h.1.symm)
+
 /-- **The residual is at most half a step**, whatever the offset.
 
 Code: `witcert_core.dither.dequantize_int8`, `witcert_core.radii.radius_dither` (deterministic term).
 `python: all(abs(x) <= steps[i // 4] / 2 for i, x in enumerate(residual))` -/
-theorem residual_le {rd : α → α} (hrd : Nearest rd) {s : α} (hs : 0 < s) (x u : α) : abs (residual rd s x u) ≤ s / 2 := by
-  have e : residual rd s x u = s * (rd (x / s + u) - (x / s + u)) := by
-    show s * (rd (x / s + u) - u) - x = _
-    exact eq_lin (mul_div_cancel (a := x) hs) 1 (by ring)
-  rw [e, abs_mul_nonneg (le_of_lt hs)]
-  exact le_div zero_lt_two (le_cert (nonneg_mul (le_of_lt hs) (sub_nonneg (hrd.near (x / s + u)))) (by ring))
+theorem residual_le {rd : α → α} (hrd : Nearest rd) {s x : α} (hs : Step s x) (u : α) : abs (residual rd s x u) ≤ s / 2 := by
+  cases hs with
+  | inr hz =>
+    rw [residual_zero rd hz u, hz.1]
+    exact le_of_eq ((abs_of_nonneg (le_refl 0)).trans (show (0 : α) = 0 / 2 from by ring))
+  | inl hs =>
+    have e : residual rd s x u = s * (rd (x / s + u) - (x / s + u)) := by
+      show s * (rd (x / s + u) - u) - x = _
+      exact eq_lin (mul_div_cancel (a := x) hs) 1 (by ring)
+    rw [e, abs_mul_nonneg (le_of_lt hs)]
+    exact le_div zero_lt_two (le_cert (nonneg_mul (le_of_lt hs) (sub_nonneg (hrd.near (x / s + u)))) (by ring))
 
 theorem pow_two_pos (n : Nat) : (0 : α) < pow 2 n := by
   induction n with
@@ -91,8 +103,12 @@ theorem residual_mean {n : Nat} (s o : α) : (dither n (halfStep n)).E (fun y =>
 Code: `witcert_core.radii.radius_dither` (`2^{-n-1}`).
 `python: abs(mean(residual_values(y, step, n))) <= step * half_step(n)` -/
 theorem residual_bias {Ω : Type v} (L : Law α Ω) {n : Nat} {u : Ω → α} (hu : Uniform L n u) {rd : α → α} (hrd : Nearest rd)
-    {s : α} (hs : 0 < s) (x : α) : abs (L.E (fun ω => residual rd s x (u ω))) ≤ s * halfStep n := by
-  cases residual_law L hu hrd hs x with
+    {s x : α} (hs : Step s x) : abs (L.E (fun ω => residual rd s x (u ω))) ≤ s * halfStep n := by
+  cases hs with
+  | inr hz =>
+    rw [L.congr (g := fun _ => 0) (fun ω => residual_zero rd hz (u ω)), L.const, hz.1]
+    exact le_of_eq ((abs_of_nonneg (le_refl 0)).trans (show (0 : α) = 0 * halfStep n from by ring))
+  | inl hs => cases residual_law L hu hrd hs x with
   | intro o H =>
     have e := H.2 (fun y => y)
     rw [residual_mean] at e
@@ -139,7 +155,7 @@ def bias : α := sum (fun j => abs (T.q θ j) * (T.s θ j * halfStep n)) chans
 def var : α := sum (fun j => T.q θ j * T.s θ j * (T.q θ j * T.s θ j) * proxy n (halfStep n)) chans
 /-- The radius is the deterministic term, or `t + bias` with `t² ≥ 2ℓσ²` — at least the smaller of the two. -/
 structure Valid (ell : α) : Prop where
-  s_pos : ∀ j, 0 < T.s θ j
+  step : ∀ j, Step (T.s θ j) (T.key θ j)
   radius : T.det chans θ ≤ T.c θ ∨ ∃ t, 0 ≤ t ∧ 0 < T.var chans n θ ∧ 2 * T.var chans n θ * ell ≤ t * t ∧ t + T.bias chans n θ ≤ T.c θ
 end Token
 end
@@ -150,9 +166,14 @@ variable {α : Type u} [ExpField α] {Ω : Type v} {κ : Type w} {Θ : Type x} (
 
 Code: `witcert_core.radii.radius_dither`.
 `python: mean(exp_down(lam * (x - mean(residual_values(y, step, n)))) for x in residual_values(y, step, n)) <= exp_up(lam ** 2 * step ** 2 * proxy(n) / 2)` -/
-theorem residual_mgf {n : Nat} {u : Ω → α} (hu : Uniform L n u) {rd : α → α} (hrd : Nearest rd) {s : α} (hs : 0 < s) (x lam : α) :
+theorem residual_mgf {n : Nat} {u : Ω → α} (hu : Uniform L n u) {rd : α → α} (hrd : Nearest rd) {s x : α} (hs : Step s x) (lam : α) :
     L.E (fun ω => exp (lam * (residual rd s x (u ω) - L.E (fun ω => residual rd s x (u ω))))) ≤ exp (2⁻¹ * (lam * lam * (s * s * proxy n (halfStep n)))) := by
-  cases residual_law L hu hrd hs x with
+  cases hs with
+  | inr hz =>
+    have e0 : L.E (fun ω => residual rd s x (u ω)) = 0 := (L.congr (g := fun _ => 0) (fun ω => residual_zero rd hz (u ω))).trans (L.const 0)
+    rw [e0, L.congr (g := fun _ => exp 0) (fun ω => by rw [residual_zero rd hz (u ω)]; exact congrArg exp (by ring)), L.const, hz.1]
+    exact le_of_eq (congrArg exp (by ring))
+  | inl hs => cases residual_law L hu hrd hs x with
   | intro o H =>
     have e := H.2 (fun y => y)
     rw [residual_mean] at e
@@ -173,7 +194,7 @@ theorem exp_sum_eq_prod {ι : Type w} (f : ι → α) (l : List ι) : exp (sum f
 Code: `witcert_core.radii.radius_dither` (`σ²`).
 `python: dither.mgf([dither.centred(o) for o in dither.space.outcomes]) <= exp_up(dither.lam ** 2 * dither.sigma_sq() / 2)` -/
 theorem channels_mgf {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : Row L n chans u) {rd : α → α} (hrd : Nearest rd)
-    (q s key : κ → α) (hs : ∀ j, 0 < s j) (lam : α) :
+    (q s key : κ → α) (hs : ∀ j, Step (s j) (key j)) (lam : α) :
     L.E (fun ω => exp (lam * sum (fun j => q j * (residual rd (s j) (key j) (u j ω) - L.E (fun ω => residual rd (s j) (key j) (u j ω)))) chans))
       ≤ exp (2⁻¹ * (lam * lam * sum (fun j => q j * s j * (q j * s j) * proxy n (halfStep n)) chans)) := by
   have e1 : ∀ ω, exp (lam * sum (fun j => q j * (residual rd (s j) (key j) (u j ω) - L.E (fun ω => residual rd (s j) (key j) (u j ω)))) chans)
@@ -190,7 +211,7 @@ theorem channels_mgf {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : 
     ring
   rw [e2]
   refine prod_le_all chans (fun j => le_trans (le_of_eq (L.const 0).symm) (L.mono (fun ω => exp_nonneg _))) ?_
-  exact AllOf.imp chans (fun j hj => residual_mgf L hj hrd (hs j) (key j) (lam * q j)) hrow.unif
+  exact AllOf.imp chans (fun j hj => residual_mgf L hj hrd (hs j) (lam * q j)) hrow.unif
 
 /-- One token with a fixed history. -/
 theorem token_fixed {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : Row L n chans u) {rd : α → α} (hrd : Nearest rd)
@@ -202,10 +223,10 @@ theorem token_fixed {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : R
     refine le_trans (le_of_eq (L.P_gt_zero (fun ω => le_trans ?_ hd))) hpos
     refine le_trans (abs_sum_le _ chans) (sum_le chans (fun j => ?_))
     rw [abs_mul]
-    exact mul_le_mul_left (abs_nonneg _) (residual_le hrd (hT.s_pos j) _ _)
+    exact mul_le_mul_left (abs_nonneg _) (residual_le hrd (hT.step j) _)
   | inr ht => cases ht with
     | intro t ht =>
-      refine le_trans (L.P_mono (fun ω hω => ?_)) (L.chernoff_abs _ ht.2.1 ht.1 ht.2.2.1 (channels_mgf L hrow hrd (T.q θ) (T.s θ) (T.key θ) hT.s_pos))
+      refine le_trans (L.P_mono (fun ω hω => ?_)) (L.chernoff_abs _ ht.2.1 ht.1 ht.2.2.1 (channels_mgf L hrow hrd (T.q θ) (T.s θ) (T.key θ) hT.step))
       -- |err| > c ≥ t + bias gives |X| ≥ t
       have eX : sum (fun j => T.q θ j * (residual rd (T.s θ j) (T.key θ j) (u j ω) - L.E (fun ω => residual rd (T.s θ j) (T.key θ j) (u j ω)))) chans
           = T.err chans θ rd (fun j => u j ω) - sum (fun j => T.q θ j * L.E (fun ω => residual rd (T.s θ j) (T.key θ j) (u j ω))) chans := by
@@ -215,7 +236,7 @@ theorem token_fixed {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : R
       have hβ : abs (sum (fun j => T.q θ j * L.E (fun ω => residual rd (T.s θ j) (T.key θ j) (u j ω))) chans) ≤ T.bias chans n θ := by
         refine le_trans (abs_sum_le _ chans) (sum_le_all chans (AllOf.imp chans (fun j hj => ?_) hrow.unif))
         rw [abs_mul]
-        exact mul_le_mul_left (abs_nonneg _) (residual_bias L hj hrd (hT.s_pos j) _)
+        exact mul_le_mul_left (abs_nonneg _) (residual_bias L hj hrd (hT.step j))
       cases Law.gt_cases (T.c θ) (abs (T.err chans θ rd (fun j => u j ω))) with
       | inl k => exact absurd (k.2.symm.trans hω) (fun e => Bool.noConfusion e)
       | inr k =>
