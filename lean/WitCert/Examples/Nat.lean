@@ -43,7 +43,7 @@ theorem le_total (a b : Nat) : a ≤ b ∨ b ≤ a := by
     | inl h => cases (le_iff.mp h) with
       | intro k e => cases k with
         | zero => exact Or.inr (by rw [e]; exact Nat.le.step Nat.le.refl)
-        | succ k => exact Or.inl (le_iff.mpr ⟨k, by rw [e, Nat.succ_add]; rfl⟩)
+        | succ k => exact Or.inl (le_iff.mpr ⟨k, Eq.trans e (Nat.succ_add a k).symm⟩)
 theorem add_zero_left {a b : Nat} (h : a + b = 0) : a = 0 := by
   cases b with
   | zero => exact h
@@ -56,7 +56,7 @@ theorem le_antisymm {a b : Nat} (h : a ≤ b) (h' : b ≤ a) : a = b := by
       have g : (k + l) + a = 0 + a := by
         rw [Nat.zero_add, Nat.add_comm, ← Nat.add_assoc, ← e]; exact f.symm
       have k0 := add_zero_left (add_cancel g)
-      rw [e, k0]; rfl
+      exact (Eq.trans e (congrArg (fun x => a + x) k0)).symm
 theorem add_le_add_right {a b : Nat} (c : Nat) (h : a ≤ b) : a + c ≤ b + c := by
   cases le_iff.mp h with
   | intro k e => exact le_iff.mpr ⟨k, by rw [e, Nat.add_assoc, Nat.add_comm k c, ← Nat.add_assoc]⟩
