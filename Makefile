@@ -19,6 +19,8 @@ SOURCES := pyproject.toml demo/pyproject.toml $(ADAPTER)/pyproject.toml
 
 export SGLANG_USE_CPU_ENGINE := 1
 export HF_HUB_OFFLINE := 1
+# Small tensors: a second thread costs more than it gives, and spins while another process needs the core.
+export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint test-core test-sglang envs clean
 

@@ -5,7 +5,6 @@ Reference path, float64, one row at a time. The kernels produce the same accumul
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,18 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from witcert_core.accumulate import accumulate
-from witcert_core.bounds import FORM_NAMES, FORMS, extremal, meter
+from witcert_core.bounds import FORM_NAMES
+from witcert_core.cells import Terms, bounds_of, kernel_radius, stack_terms, sum_terms
 from witcert_core.errors import InputError
-from witcert_core.layout import NUM_ACC_FIELDS, AccField
-from witcert_core.output import output_bound
-from witcert_core.radii import CAST_16BIT, arithmetic_radius
+from witcert_core.layout import AccField
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
-
-SOFTMAX_FP32 = 2.0**-20
-"""Logit error that stands for exponentials, their fp32 sum and the division by it."""
-SOFTCAP_FP32 = 2.0**-21
-"""Error of ``cap * tanh(z / cap)`` in fp32, as a share of the cap."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +105,15 @@ def measure(
     _check(q, k_cache, v_cache, kv_indptr, kv_indices, delta_loc, form, exact_k, audit_rows)
     bounds = kv_indptr.tolist()
     num_rows, heads = q.shape[0], q.shape[1]
-    device, has_sink = q.device, sinks is not None
-    acc = torch.empty(num_rows, heads, NUM_ACC_FIELDS, dtype=torch.float64, device=device)
-    extra = torch.zeros(num_rows, heads, dtype=torch.float64, device=device)
-    norm, swept = torch.empty_like(extra), torch.empty_like(extra)
+    device = q.device
+    parts: list[Terms] = []
     visible = torch.empty(num_rows, dtype=torch.int64, device=device)
     audited = audit_rows.tolist() if audit_rows is not None else [False] * num_rows
-    truth = torch.full_like(extra, float("nan")) if any(audited) else None
+    truth = None
+    if any(audited):
+        truth = torch.full((num_rows, heads), float("nan"), dtype=torch.float64, device=device)
     scale = abs(sm_scale)
+    sixteen_bit = k_cache.element_size() <= 2 or q.element_size() <= 2
 
     for r in range(num_rows):
         slots = kv_indices[bounds[r] : bounds[r + 1]].to(torch.int64)
@@ -132,51 +125,28 @@ def measure(
         k, v, row = k_cache[slots], v_cache[slots].to(torch.float64), q[r].to(torch.float64)
         logits = attention_logits(row, k.to(torch.float64), sm_scale, logits_soft_cap)
         c = radii.key_radius(row, slots, scale, float(delta_loc[r])).to(torch.float64)
-        omega = arithmetic_radius(row, k, scale) + SOFTMAX_FP32 + max(logits_soft_cap, 0.0) * SOFTCAP_FP32
-        if k_cache.element_size() <= 2 or q.element_size() <= 2:
-            omega = omega + CAST_16BIT
-        if fused:
-            c = c + omega
-        else:
-            extra[r] = torch.tanh(0.5 * omega.amax(dim=-1))
-        acc[r] = accumulate(logits, c, v, radii.value_radius(slots), sinks)
-        weights = softmax_with_sink(logits, sinks)
-        norm[r] = _output_norm(weights[:, : slots.numel()], v)
-        if form == "extremal":
-            swept[r] = extremal.bound(weights, torch.nn.functional.pad(c, (0, int(has_sink))))
+        omega = kernel_radius(row, k, scale, logits_soft_cap, sixteen_bit)
+        rho = radii.value_radius(slots)
+        parts.append(sum_terms(logits, c, omega, v, rho, sinks=sinks, form=form, fused=fused))
         if truth is not None and audited[r] and exact_k is not None:
-            truth[r] = _audit(q[r], k, exact_k[slots], sm_scale, logits_soft_cap, sinks)
+            truth[r] = true_tv(q[r], k, exact_k[slots], sm_scale, logits_soft_cap, sinks)
 
-    if fused and has_sink:
-        # The sink carries no radius of its own, but its exponential is computed in fp32 like the others.
-        extra += math.tanh(0.5 * SOFTMAX_FP32)
-    if form == "auto":
-        tv, which = meter(acc)
-    else:
-        tv = (swept if form == "extremal" else FORMS[form](acc)).clamp(max=1.0)
-        which = torch.full_like(tv, FORM_NAMES.index(form), dtype=torch.int64)
+    terms = stack_terms(parts, num_rows, heads, device)
+    meter, which, out = bounds_of(terms, form, sinks is not None)
     return CellBatch(
-        acc=acc,
-        meter=(tv + extra).clamp(max=1.0),
+        acc=terms.acc,
+        meter=meter,
         form=which,
-        log_a=acc[..., AccField.LOG_A].clone(),
-        out_bound=output_bound(acc, tv, norm, has_sink, extra),
-        out_norm=norm,
+        log_a=terms.acc[..., AccField.LOG_A].clone(),
+        out_bound=out,
+        out_norm=terms.norm,
         num_visible=visible,
         tv_audit=truth,
         delta_loc=torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=device),
     )
 
 
-def _output_norm(weights: Tensor, v: Tensor) -> Tensor:
-    """``||sum p~ v~||`` per query head, ``[H]``."""
-    heads, kv_heads = weights.shape[0], v.shape[1]
-    grouped = weights.reshape(kv_heads, heads // kv_heads, -1)
-    out = torch.einsum("kgs,skd->kgd", grouped, v).reshape(heads, -1)
-    return out.square().sum(dim=-1).sqrt()
-
-
-def _audit(
+def true_tv(
     q: Tensor, stored: Tensor, exact: Tensor, sm_scale: float, soft_cap: float, sinks: Tensor | None
 ) -> Tensor:
     """True TV ``[H]``: exact weights in float64 against compressed ones in float32, as in an engine."""

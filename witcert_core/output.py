@@ -22,7 +22,7 @@ def output_bound(
     Args:
         acc: ``[..., 16]`` accumulators with their output fields. ``V_RADIUS`` is around 0 or around ``o~``.
         tv: ``[...]`` a bound on TV from the same weights and radii.
-        o_norm: ``[...]`` ``||o~||`` of the same weights, sink included.
+        o_norm: ``[...]`` ``||o~||`` of the same weights, sink included, known to the slack of ``acc``.
         has_sink: a learned sink takes part.
         extra_tv: further TV between the accumulators' weights and the kernel's, 0 when they are the same.
 

@@ -115,6 +115,7 @@ class GateSettings(_Section):
     risk_tau: float = Field(default=5.0, gt=0)
     block_size: int = Field(default=16, ge=1)
     max_pagein_bytes: int | None = Field(default=None, ge=0)
+    shadow_bytes: int | None = Field(default=None, ge=1)
     on_exhausted: Literal["serve", "abort"] = "serve"
 
 

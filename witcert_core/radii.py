@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.bands import BandMap, group_map
-from witcert_core.dither import GRID_BITS, GROUP, decode_group_witness
+from witcert_core.dither import GRID_BITS, GROUP, HALF_STEP_MARGIN, decode_group_witness
 from witcert_core.errors import BudgetError, InputError
 from witcert_core.witness import decode_norm
 
@@ -85,7 +85,7 @@ def radius_dither(
     abs_sum = torch.zeros(*q.shape[:-1], bands.num_bands, dtype=torch.float64, device=q.device)
     abs_sum = abs_sum.index_add(-1, bands.channel_band.to(q.device), q64.abs())
     l1 = _contract(abs_sum, s, sm_scale)
-    certain = 0.5 * l1 * (1.0 + 2.0**-15)
+    certain = 0.5 * l1 * HALF_STEP_MARGIN
     if delta_loc == 0.0:
         return certain
     if num_visible < 1:

@@ -81,6 +81,26 @@ class LayerSlots:
         """rho [S, Hkv] float64 >= ||stored v - exact v||."""
         return decode_norm(self.value_witness[slots])
 
+    def head(self, kv_head: int) -> LayerSlots:
+        """The same side tensors for one KV head only (Hkv = 1), sharing memory with these."""
+        only = slice(kv_head, kv_head + 1)
+        return LayerSlots(
+            self.bands,
+            self.value_witness[:, only],
+            *(None if t is None else t[:, only] for t in (self.witness, self.scales, self.group_witness)),
+        )
+
+    def is_exact(self, slots: Tensor) -> Tensor:
+        """bool [S]: whether keys and values of every head here have radius 0 in `slots` [S]."""
+        exact = torch.ones(slots.numel(), dtype=torch.bool, device=slots.device)
+        for tensor in self.tensors():
+            exact &= (tensor[slots] == 0).flatten(1).all(1)
+        return exact
+
+    def mark_exact(self, slots: Tensor) -> None:
+        """The cache holds exactly what the run handed over in `slots`."""
+        self.fill(slots, EXACT_CODE)
+
     def fill(self, slots: Tensor, code: int) -> None:
         """Mark `slots` exact (EXACT_CODE) or unknown (UNKNOWN_CODE)."""
         self.value_witness[slots] = code

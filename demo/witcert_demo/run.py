@@ -7,8 +7,10 @@ attention.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -167,6 +169,9 @@ def stop_on_signal(number: int, _frame: FrameType | None) -> None:
 
 def main(per_task: int, num_tokens: int, svg: Path | None, logs: Path | None) -> int:
     """Run on the terminal; with `svg` the same output is also saved as a picture."""
+    if importlib.util.find_spec("sglang") is None:
+        print("SGLang is not installed in this environment; `make demo` makes one that has it", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, stop_on_signal)  # so that servers are stopped on the way out
     console = Console(record=svg is not None)
     if svg is not None or not console.is_terminal:

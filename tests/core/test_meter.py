@@ -6,7 +6,7 @@ import torch
 
 from witcert_core import dither, radii
 from witcert_core.bands import band_map
-from witcert_core.bounds import FORM_NAMES, FORMS, extremal
+from witcert_core.bounds import FORM_NAMES, FORMS, extremal, meter
 from witcert_core.dither import DitherKey
 from witcert_core.errors import InputError
 from witcert_core.layout import AccField
@@ -145,6 +145,18 @@ def test_the_meter_is_the_bound_of_the_recomputed_weights_plus_the_kernels_arith
     torch.testing.assert_close(
         fused.meter[0], extremal.bound(torch.softmax(z, -1), c + omega), rtol=1e-9, atol=0
     )
+
+
+@pytest.mark.parametrize("cap", [0.0, 50.0])
+def test_a_soft_cap_and_a_sink_add_the_rounding_of_their_own(cap):
+    store = Store("witness", slots=9)
+    q, _, indices, cells = run(store, lengths=(9,), logits_soft_cap=cap)
+    omega = radii.arithmetic_radius(q[0], store.k[indices.long()], SCALE) + 2.0**-20 + cap * 2.0**-21
+    added = cells.meter[0] - meter(cells.acc)[0][0]
+    torch.testing.assert_close(added, torch.tanh(omega.amax(-1) / 2), rtol=1e-9, atol=1e-15)
+    fused = run(store, lengths=(9,), logits_soft_cap=cap, fused=True, sinks=torch.zeros(4))[3]
+    added = fused.meter[0] - meter(fused.acc)[0][0]
+    torch.testing.assert_close(added, torch.full_like(added, math.tanh(2.0**-21)), rtol=1e-9, atol=1e-15)
 
 
 def test_an_exact_cache_costs_only_the_kernels_arithmetic():

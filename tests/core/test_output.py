@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from witcert_core.accumulate import accumulate
+from witcert_core.accumulate import SUM_SLACK, accumulate
 from witcert_core.bounds import meter
 from witcert_core.layout import AccField
 from witcert_core.output import output_bound, relative_output_bound
@@ -104,6 +104,24 @@ def test_the_kernels_distance_adds_its_share_of_the_diameter():
     tv, norm = meter(acc)[0], torch.ones(1)
     plain, more = output_bound(acc, tv, norm), output_bound(acc, tv, norm, extra_tv=0.01)
     assert (more - plain).item() == pytest.approx(0.02 * acc[0, AccField.V_RADIUS].item())
+
+
+def test_single_precision_accumulators_are_read_with_their_own_slack():
+    """Every sum anywhere within its slack: the bound is never below the one of the exact sums."""
+    gen = torch.Generator().manual_seed(3)
+    slack = 2 * SUM_SLACK[torch.float32] * (1 - 2.0**-10)
+    v, rho = torch.randn(20, 1, 4, generator=gen), 1.0 + 0.01 * torch.rand(20, 1, generator=gen)
+    logits = torch.randn(200, 20, generator=gen, dtype=torch.float64)
+    acc = accumulate(logits, 0.3 * torch.rand(200, 20, generator=gen), v, rho)
+    norm = (torch.softmax(logits, -1) @ v[:, 0].double()).norm(dim=-1)
+    far = torch.ones(200)  # leaves the second form alone
+    exact = output_bound(acc, far, norm)
+    for _ in range(20):
+        factor = 1 + slack * torch.rand(acc.shape, generator=gen).round().double()
+        kernel = acc * factor * (1 + 2.0**-22)
+        kernel[:, AccField.P_H] = acc[:, AccField.P_H] / (1 + slack)
+        kernel[:, AccField.RHO_MIN] = acc[:, AccField.RHO_MIN] / (1 + 2.0**-22)
+        assert bool((output_bound(kernel.float(), far, norm) >= exact).all())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

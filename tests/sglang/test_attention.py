@@ -5,6 +5,7 @@ Here every tensor is at hand, so the exact attention can be compared with what w
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from witcert_sglang.results import StepCells
 from witcert_sglang.runtime import Runtime
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.gates import CellStatus
 from witcert_core.policy import parse_policy
 from witcert_core.rotary import RotarySpec
 
@@ -33,7 +35,13 @@ SCALE = D**-0.5
 class Engine:
     """A pool, a metered backend and two attention layers, driven pass by pass."""
 
-    def __init__(self, quantizer: str, dtype: torch.dtype = torch.float32, **sections: Any) -> None:
+    def __init__(
+        self,
+        quantizer: str,
+        dtype: torch.dtype = torch.float32,
+        model_dtype: torch.dtype | None = None,
+        **sections: Any,
+    ) -> None:
         torch.manual_seed(0)
         meter = {"stride": 1, "audit_every": 1, "max_rows": 64, **sections.pop("meter", {})}
         chosen = {"name": quantizer, "layers": sections.pop("quantized_layers", None)}
@@ -59,6 +67,7 @@ class Engine:
         self.backend.witcert_runtime = self.runtime
         self.layers = [RadixAttention(HQ, D, SCALE, num_kv_heads=HKV, layer_id=i) for i in range(LAYERS)]
         self.dtype = dtype
+        self.model_dtype = model_dtype or dtype
         self.rows = self.requests.alloc_rows(2)
         free = torch.randperm(SLOTS)[: 2 * 60] + 1
         for i, row in enumerate(self.rows):
@@ -97,7 +106,7 @@ class Engine:
                 q, k, v = (torch.randn(total, h * D) * 2 for h in (HQ, HKV, HKV))
                 self.remember(number, k, v, prefix, new)
                 queries.append(q.view(total, HQ, D))
-                out = layer(q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), forward_batch)
+                out = layer(*(x.to(self.model_dtype) for x in (q, k, v)), forward_batch)
                 outputs.append(out.float().view(total, HQ, D))
             return SimpleNamespace(logits_output=SimpleNamespace())
 
@@ -153,6 +162,22 @@ def test_decode_is_bounded(name: str, dtype: torch.dtype) -> None:
             else:
                 assert not torch.equal(k, exact_k)
                 assert not torch.equal(v, exact_v)
+
+
+@pytest.mark.parametrize("name", ["int4_token_group", "int8_dither", "int8_dither_w"])
+def test_rounding_to_the_pools_dtype_is_no_part_of_the_error(name: str) -> None:
+    """A pool narrower than the model: dithering the wider key would leave that rounding in no radius."""
+    engine = Engine(name, torch.bfloat16, model_dtype=torch.float32)
+    engine.step([7, 31], ForwardMode.EXTEND)
+    for i, count in enumerate(engine.lens):
+        slots = engine.requests.req_to_token[engine.rows[i], :count].long()
+        k, _ = engine.stored(0, i, count)
+        error = (k.double() - engine.exact[0]["k"][i, :count].double()).abs()
+        for channel in range(D):
+            q = torch.zeros(HQ, D, dtype=torch.float64)
+            q[:, channel] = 1.0
+            radius = engine.runtime.store[0].key_radius(q, slots, 1.0, 0.0)
+            assert (error[:, :, channel].T.repeat_interleave(HQ // HKV, 0) <= radius).all()
 
 
 def test_chunk_exact_reads_its_own_keys_exactly_and_leaves_quantized_ones() -> None:
@@ -279,3 +304,109 @@ def test_stride_counts_rows_of_each_request() -> None:
         metered_rows.append(len(step.rows))
         assert len(step.rows) + sum(step.unmetered.values()) == 2
     assert metered_rows == [2, 0, 0, 2, 0, 0, 2]
+
+
+def gated(name: str, kind: str = "certified", **gate: Any) -> Engine:
+    return Engine(name, gate={"kind": kind, "block_size": 4, **gate})
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_cast", "int4_token_group", "int2_token_group", "int8_dither"])
+def test_a_certified_step_serves_what_it_certified(name: str) -> None:
+    """Every cell ends within both targets, and the output that goes on is attention over the repaired cache."""
+    engine = gated(name)
+    engine.step([17, 31], ForwardMode.EXTEND)
+    for _ in range(3):
+        step, queries, outputs = engine.step([1, 1], ForwardMode.DECODE)
+        for layer in range(LAYERS):
+            cells = step.layers[layer]
+            assert (cells.meter <= 0.2).all()
+            assert (cells.out_bound <= 0.1 * cells.out_norm * (1 + 1e-9)).all()
+            assert (cells.tv_audit <= cells.meter).all()
+            for i, count in enumerate(engine.lens):
+                out, compressed = attention(queries[layer][i], *engine.stored(layer, i, count))
+                exact_out, exact = attention(queries[layer][i], *(engine.exact[layer][x][i, :count] for x in "kv"))
+                assert torch.allclose(outputs[layer][i].double(), out, atol=1e-4)
+                assert ((exact - compressed).abs().sum(-1) / 2 <= cells.meter[i]).all()
+                assert ((exact_out - out).norm(dim=-1) <= cells.out_bound[i]).all()
+    repaired = sum(outcome.repaired_blocks for _, outcome in step.verdicts)
+    assert all((outcome.status == CellStatus.CERTIFIED).all() for _, outcome in step.verdicts)
+    assert repaired <= 2 * LAYERS * HKV * 14
+
+
+def test_a_block_is_paged_in_at_most_once() -> None:
+    engine = gated("int2_token_group")
+    engine.step([16, 32], ForwardMode.EXTEND)
+    moved = Counter()
+    for _ in range(4):
+        step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
+        for index, outcome in step.verdicts:
+            moved[index] += outcome.repaired_bytes
+    per_token = 2 * D * 4
+    for index, count in enumerate(engine.lens):
+        assert 0 < moved[index] <= LAYERS * HKV * count * per_token
+
+
+def test_rows_over_a_quantized_prefix_are_gated_too() -> None:
+    engine = gated("int2_token_group")
+    engine.step([9, 14], ForwardMode.EXTEND)
+    step, queries, outputs = engine.step([6, 5], ForwardMode.EXTEND)
+    assert len(step.rows) == 11
+    assert all((cells.meter <= 0.2).all() for cells in step.layers.values())
+    assert sum(outcome.repaired_blocks for _, outcome in step.verdicts) > 0
+    token = 0
+    for i, (old, new) in enumerate(((9, 6), (14, 5))):
+        k, v = engine.stored(1, i, old)
+        for offset in range(new):
+            own_k, own_v = (engine.exact[1][kind][i, old : old + offset + 1] for kind in "kv")
+            out, _ = attention(queries[1][token], torch.cat([k, own_k]), torch.cat([v, own_v]))
+            assert torch.allclose(outputs[1][token].double(), out, atol=1e-4)
+            token += 1
+
+
+def test_without_copies_a_step_is_not_certified_and_says_so() -> None:
+    engine = gated("int2_token_group", shadow_bytes=LAYERS * HKV * 2 * D * 4 * 3)  # room for three slots
+    engine.step([17, 31], ForwardMode.EXTEND)
+    step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
+    reasons = {outcome.gave_up for _, outcome in step.verdicts}
+    assert any("gone from the shadow" in reason for reason in reasons)
+    worst = max(cells.meter.max() for cells in step.layers.values())
+    assert worst > 0.2
+    assert any((outcome.status == CellStatus.NOT_CERTIFIED).any() for _, outcome in step.verdicts)
+
+
+def test_the_page_in_budget_is_kept() -> None:
+    budget = 6 * 4 * 2 * D * 4
+    engine = gated("int2_token_group", max_pagein_bytes=budget)
+    engine.step([17, 31], ForwardMode.EXTEND)
+    moved = Counter()
+    for _ in range(3):
+        step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
+        for index, outcome in step.verdicts:
+            moved[index] += outcome.repaired_bytes
+    assert max(moved.values()) <= budget
+    assert any("budget" in outcome.gave_up for _, outcome in step.verdicts)
+
+
+def test_the_ranking_gate_touches_saturated_cells_only() -> None:
+    engine = gated("int8_token_group", kind="risk_ranked")
+    engine.step([17, 31], ForwardMode.EXTEND)
+    step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
+    assert all(outcome.repaired_blocks == 0 for _, outcome in step.verdicts)
+    engine = gated("int2_token_group", kind="risk_ranked")
+    engine.step([17, 31], ForwardMode.EXTEND)
+    step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
+    assert any(outcome.repaired_blocks for _, outcome in step.verdicts)
+
+
+def test_gated_measurements_equal_ungated_ones_where_nothing_was_repaired() -> None:
+    steps = []
+    for build in (Engine, gated):
+        sections = {} if build is Engine else {"tau": 1.0, "target": "tv"}
+        engine = build("int8_token_group", **sections)  # seeds the generator
+        engine.step([17, 31], ForwardMode.EXTEND)
+        steps.append(engine.step([1, 1], ForwardMode.DECODE)[0])
+    ours, theirs = steps
+    for layer in range(LAYERS):
+        for name in ("meter", "log_a", "out_bound", "out_norm", "tv_audit"):
+            a, b = getattr(ours.layers[layer], name), getattr(theirs.layers[layer], name)
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12), name

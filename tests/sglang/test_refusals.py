@@ -20,7 +20,6 @@ from witcert_demo.servers import server_environment
 from witcert_sglang import support
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import parse_policy
 
 pytestmark = pytest.mark.sglang
 NONE = {"quantizer": {"name": "none"}}
@@ -176,6 +175,7 @@ def model_config(**changes: object) -> SimpleNamespace:
         "hf_config": SimpleNamespace(architectures=["M"]),
         "hf_text_config": text,
         "attention_arch": AttentionArch.MHA,
+        "dtype": torch.float32,
     }
     return SimpleNamespace(**{**fields, "head_dim": 64, "v_head_dim": 64, **changes})
 
@@ -194,15 +194,15 @@ def test_models_refused_by_name() -> None:
             support.check_model(model_config(**changes), "torch_native")
 
 
+def test_a_pool_narrower_than_the_model_is_refused() -> None:
+    support.check_model(model_config(dtype=torch.bfloat16), "triton", "bf16")
+    with pytest.raises(UnsupportedError, match="bf16 under a float32 model"):
+        support.check_model(model_config(), "triton", "bf16")
+
+
 def test_pools_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="SimpleNamespace"):
         support.check_pool(SimpleNamespace(kv_cache_layout="nhd", dtype=torch.float32))
-
-
-def test_gates_that_repair_are_refused() -> None:
-    policy = parse_policy({"version": 1, **NONE, "gate": {"kind": "combined"}})
-    with pytest.raises(UnsupportedError, match=r"gate\.kind"):
-        support.check_policy(policy, policy.build_quantizer())
 
 
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from witcert_core.units import format_bytes
 
@@ -29,6 +29,7 @@ def banner(runtime: Runtime, *, metrics_on: bool) -> str:
         f"  prefill reads       : {policy.prefill_reads}",
         f"  memory              : {format_bytes(status['bytes_witness'])} of witnesses and row ids, "
         f"{format_bytes(status['bytes_audit_copies'])} of exact copies for the audit",
+        f"  gate                : {gate(status)}",
         f"  reports             : {reports(runtime, metrics_on)}",
     ]
     lines += [f"  not metered         : {why}" for why in not_metered(runtime, metered, quantized)]
@@ -43,6 +44,13 @@ def audited(every: int) -> str:
     if every == 0:
         return "no row (meter.audit_every: 0)"
     return "every metered row" if every == 1 else f"every {every}th metered row of a request"
+
+
+def gate(status: dict[str, Any]) -> str:
+    if not status["shadow_slots"]:
+        return f"{status['gate']} (measures only)"
+    copies = f"{format_bytes(status['bytes_shadow'])} of exact copies for {status['shadow_slots']} slots"
+    return f"{status['gate']}, {copies}"
 
 
 def reports(runtime: Runtime, metrics_on: bool) -> str:

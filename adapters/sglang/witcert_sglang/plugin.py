@@ -83,7 +83,7 @@ class Installation:
         args = resolved_view(server_args)
         refuse_on_error(support.check_server, args)
         config = model_config(server_args)
-        refuse_on_error(support.check_model, config, args.attention_backend)
+        refuse_on_error(support.check_model, config, args.attention_backend, args.kv_cache_dtype)
         refuse_on_error(check_quantizer, self.quantizer, config.head_dim)
         refuse_on_error(support.check_port, args.host, args.port)
 
@@ -200,7 +200,7 @@ def install(policy_path: str) -> None:
     support.check_version()
     policy = load_policy(policy_path)
     quantizer = policy.build_quantizer()
-    support.check_policy(policy, quantizer)
+    support.check_quantizer_kind(quantizer)
     installation = Installation(policy, quantizer)
     for name in support.BACKENDS:
         ATTENTION_BACKENDS[name] = metered_factory(ATTENTION_BACKENDS[name], installation.make_runtime)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from witcert_core.meter import CellBatch
+from witcert_core.repair import Outcome
 from witcert_sglang.rows import MeteredRow
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class StepCells:
     """All cells of one forward pass: per layer, R rows, in the order of `rows`.
 
     witness_layers: the same rows under the deterministic radii, when `layers` used the dither law.
+    verdicts: what a repairing gate did, by index of the request in the batch, one a layer.
     """
 
     runtime: Runtime
@@ -36,6 +38,7 @@ class StepCells:
     layers: dict[int, CellBatch] = field(default_factory=dict)
     witness_layers: dict[int, CellBatch] = field(default_factory=dict)
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
+    verdicts: list[tuple[int, Outcome]] = field(default_factory=list)
 
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> StepCells:
         """Part of `DeviceAuxiliaryOutput`. The reference meter's cells are on the host already."""
@@ -66,6 +69,21 @@ class StepCells:
         for (index, reason), count in self.unmetered.items():
             if index in counted:
                 ledger.count_unknown(self.rids[index], count, reason)
+        for index, outcome in self.verdicts:
+            if index not in counted:
+                continue
+            ledger.count_verdict(self.rids[index], outcome.status)
+            ledger.count_repair(self.rids[index], outcome.repaired_blocks, outcome.repaired_bytes)
+            if outcome.gave_up and self.runtime.policy.gate.on_exhausted == "abort":
+                abort(batch.reqs[index], outcome.gave_up)
+
+
+def abort(req: Any, why: str) -> None:
+    """End a request whose damage could not be repaired (`gate.on_exhausted: abort`)."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    if not req.finished():
+        req.to_finish = FINISH_ABORT(f"witcert: not certified: {why}")
 
 
 def streamer_class(runtime: Runtime, base: type[Any]) -> type[Any]:

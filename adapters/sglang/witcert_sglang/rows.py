@@ -52,6 +52,14 @@ class RowPlan:
     def tokens(self) -> Tensor:
         return torch.tensor([row.token for row in self.rows], dtype=torch.int64)
 
+    def of_request(self, index: int) -> list[int]:
+        """Numbers of the rows of request `index` of the batch; they follow one another, positions rising."""
+        return [number for number, row in enumerate(self.rows) if row.request == index]
+
+    def slots_of(self, number: int) -> Tensor:
+        """The slots [S] that row `number` sees."""
+        return self.kv_indices[int(self.kv_indptr[number]) : int(self.kv_indptr[number + 1])]
+
     @property
     def audited(self) -> Tensor:
         return torch.tensor([row.audited for row in self.rows], dtype=torch.bool)

@@ -15,13 +15,15 @@ from witcert_core.bands import band_map
 from witcert_core.budget import Budget
 from witcert_core.dither import DitherKey
 from witcert_core.errors import UnsupportedError
-from witcert_core.meter import CellBatch, measure
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import DitheredQuantizer, Encoded, QuantContext, Quantizer
+from witcert_core.repair import BlockRepairer, LayerCall
 from witcert_core.report.jsonl import JsonlWriter
 from witcert_core.report.prometheus import Metrics
 from witcert_core.report.summary import RequestLedger
+from witcert_core.shadow import ShadowStore
 from witcert_core.store import SlotStore
+from witcert_sglang import measuring
 from witcert_sglang.geometry import Geometry
 from witcert_sglang.results import StepCells
 from witcert_sglang.rows import RowPlan, RowPlanner
@@ -56,10 +58,22 @@ class Runtime:
         )
         self.planner = RowPlanner(
             stride=meter.stride,
-            max_rows=meter.max_rows,
+            # A gate that repairs must see every row that reads the cache.
+            max_rows=geometry.num_slots if policy.repairs else meter.max_rows,
             audit_every=meter.audit_every,
             stored_prefill=policy.prefill_reads == "stored",
         )
+        self.shadow = shadow_store(policy, geometry) if policy.repairs else None
+        self.repairer: BlockRepairer | None = None
+        if self.shadow is not None:
+            self.repairer = BlockRepairer(
+                policy.build_gate(),
+                self.store,
+                self.shadow,
+                block_size=policy.gate.block_size,
+                max_pagein_bytes=policy.gate.max_pagein_bytes,
+                form=meter.form,
+            )
         self.uses_dither = quantizer.tier == "dither" and meter.tier != "witness"
         self.budget = Budget(
             delta=meter.delta,
@@ -107,13 +121,16 @@ class Runtime:
         return output
 
     def _begin(self, runner: Any, forward_batch: Any) -> None:
-        if self.passes >= LAST_ROW_ID:
+        if self.passes >= LAST_ROW_ID - 1:
             raise UnsupportedError(
-                f"{LAST_ROW_ID} forward passes are done and every dither row id is used; restart the server"
+                f"{self.passes} forward passes are done and every dither row id is used; restart the server"
             )
         self.passes += 1
         self.row_ids[forward_batch.out_cache_loc] = self.passes
         self.attention_calls = 0
+        if self.shadow is not None and self.repairer is not None:
+            self.shadow.claim(forward_batch.out_cache_loc)
+            self.repairer.begin_pass()
         self.plan = self.planner.plan(forward_batch, runner.req_to_token_pool.req_to_token)
         self.step = StepCells(self, list(forward_batch.rids), self.plan.rows, unmetered=self.plan.unmetered)
 
@@ -141,19 +158,22 @@ class Runtime:
                 f"layer {layer_id} attends without writing its keys through the pool (a fused write or shared KV): "
                 "what is stored cannot be metered; unset WITCERT_POLICY for this model"
             )
-        exact_k = k.reshape(-1, self.geometry.num_kv_heads, self.geometry.head_dim)
-        exact_v = v.reshape(-1, self.geometry.num_kv_heads, self.geometry.v_head_dim)
+        # Exact is what a plain pool would have held: rounding to its dtype is not the quantizer's doing, and must
+        # come first, or the dither's radius would miss it.
+        dtype = self.geometry.pool_dtype
+        exact_k = k.reshape(-1, self.geometry.num_kv_heads, self.geometry.head_dim).to(dtype)
+        exact_v = v.reshape(-1, self.geometry.num_kv_heads, self.geometry.v_head_dim).to(dtype)
         slots = forward_batch.out_cache_loc
         if is_decode or self.policy.prefill_reads == "stored":
             written_k, written_v, codes_k, codes_v = self._quantize(layer_id, exact_k, exact_v, forward_batch)
             out = attention(q, written_k, written_v, layer, forward_batch, save_kv_cache=True, **kwargs)
             self._account(layer_id, slots, exact_k, exact_v, codes_k, codes_v)
-            self._measure(layer, q, kwargs)
+            self._measure(layer, q, out, kwargs)
         else:
             out = attention(q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs)
             self.store.mark_exact(layer_id, slots)
             self.store.keep(layer_id, slots, exact_k, exact_v)
-            self._measure(layer, q, kwargs)
+            self._measure(layer, q, out, kwargs)
             written_k, written_v, codes_k, codes_v = self._quantize(layer_id, exact_k, exact_v, forward_batch)
             self.pool.set_kv_buffer(layer, KVWriteLoc(slots, None), written_k, written_v)
             self._account(layer_id, slots, exact_k, exact_v, codes_k, codes_v)
@@ -190,55 +210,49 @@ class Runtime:
     def _account(
         self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor, codes_k: Encoded | None, codes_v: Encoded | None
     ) -> None:
-        dtype = self.geometry.pool_dtype
+        if self.shadow is not None:
+            self.shadow.put(layer_id, slots, k, v)
         self.store.write(
             layer_id,
             slots,
-            exact_k=k.to(dtype),
-            exact_v=v.to(dtype),
+            exact_k=k,
+            exact_v=v,
             stored_k=self.pool.get_key_buffer(layer_id)[slots],
             stored_v=self.pool.get_value_buffer(layer_id)[slots],
             encoded_k=codes_k,
             encoded_v=codes_v,
         )
 
-    def _measure(self, layer: Any, q: Tensor, kwargs: dict[str, Any]) -> None:
-        plan, step = self.plan, self.step
-        layer_id = layer.layer_id
-        if plan is None or step is None or not plan.rows or layer_id not in self.metered_layers:
+    def _measure(self, layer: Any, q: Tensor, out: Tensor, kwargs: dict[str, Any]) -> None:
+        """Meter the planned rows of one layer; a repairing gate may change the cache and rows of `out`."""
+        if self.plan is None or self.step is None or not self.plan.rows or layer.layer_id not in self.metered_layers:
             return
-        rows = q.reshape(-1, self.geometry.num_qo_heads, self.geometry.head_dim)[plan.tokens]
-
-        def cells(delta_loc: list[float], audit: bool) -> CellBatch:
-            return measure(
-                rows,
-                self.pool.get_key_buffer(layer_id),
-                self.pool.get_value_buffer(layer_id),
-                kv_indptr=plan.kv_indptr,
-                kv_indices=plan.kv_indices,
-                radii=self.store[layer_id],
-                sm_scale=layer.scaling,
-                delta_loc=delta_loc,
-                logits_soft_cap=layer.logit_cap,
-                window_left=layer.sliding_window_size,
-                sinks=kwargs.get("sinks"),
-                form=self.policy.meter.form,
-                exact_k=self.store.exact_k.get(layer_id),
-                audit_rows=plan.audited if audit else None,
-            )
-
-        auditing = bool(self.store.exact_k)
-        if self.uses_dither:
-            step.layers[layer_id] = cells([self.budget.delta_loc(row.ordinal) for row in plan.rows], auditing)
-            step.witness_layers[layer_id] = cells([0.0] * len(plan.rows), False)
+        call = LayerCall(
+            layer=layer.layer_id,
+            k_cache=self.pool.get_key_buffer(layer.layer_id),
+            v_cache=self.pool.get_value_buffer(layer.layer_id),
+            sm_scale=layer.scaling,
+            logits_soft_cap=layer.logit_cap,
+            window_left=layer.sliding_window_size,
+            sinks=kwargs.get("sinks"),
+            exact_k=self.store.exact_k.get(layer.layer_id),
+        )
+        heads, dim = self.geometry.num_qo_heads, self.geometry.head_dim
+        rows = q.reshape(-1, heads, dim)[self.plan.tokens]
+        delta_loc = [self.budget.delta_loc(row.ordinal) if self.uses_dither else 0.0 for row in self.plan.rows]
+        if self.repairer is None:
+            measuring.observe(self.step, self.plan, call, rows, self.store, delta_loc, self.policy.meter.form)
         else:
-            step.layers[layer_id] = cells([0.0] * len(plan.rows), auditing)
+            outputs = out.view(-1, heads, self.geometry.v_head_dim)
+            measuring.gate(self.step, self.plan, call, rows, outputs, self.repairer, delta_loc)
 
     # Requests ---------------------------------------------------------------------------------------------------
 
     def finish(self, req: Any) -> dict[str, Any]:
         """The summary of a finished request; its counts are forgotten."""
         self.planner.forget(req.rid)
+        if self.repairer is not None:
+            self.repairer.forget(req.rid)
         reason = req.finished_reason.to_json().get("type") if req.finished_reason else "unknown"
         return self.ledger.finish(req.rid, str(reason))
 
@@ -259,4 +273,28 @@ class Runtime:
             "prefill_reads": self.policy.prefill_reads,
             "bytes_witness": self.store.nbytes + self.row_ids.nbytes,
             "bytes_audit_copies": self.store.exact_nbytes,
+            "gate": self.policy.gate.kind,
+            "bytes_shadow": 0 if self.shadow is None else self.shadow.nbytes,
+            "shadow_slots": 0 if self.shadow is None else self.shadow.num_rows,
         }
+
+
+def shadow_store(policy: Policy, geometry: Geometry) -> ShadowStore:
+    """Exact copies for repairs, as many slots as `gate.shadow_bytes` allows (null: every slot of the pool)."""
+    width = geometry.head_dim + geometry.v_head_dim
+    per_slot = len(geometry.layers) * geometry.num_kv_heads * width * geometry.pool_dtype.itemsize
+    limit = policy.gate.shadow_bytes
+    if limit is not None and limit < per_slot:
+        raise UnsupportedError(
+            f"gate.shadow_bytes is {limit}; one slot of this model takes {per_slot} bytes: allow that, or null for all"
+        )
+    return ShadowStore(
+        layers=geometry.layers,
+        num_slots=geometry.num_slots,
+        num_rows=geometry.num_slots if limit is None else limit // per_slot,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        v_head_dim=geometry.v_head_dim,
+        dtype=geometry.pool_dtype,
+        pinned=geometry.device != "cpu",
+    )

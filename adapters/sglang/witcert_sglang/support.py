@@ -15,7 +15,6 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
 
 SGLANG_RANGE = SpecifierSet("==0.5.23")
@@ -52,12 +51,8 @@ def check_version() -> None:
         )
 
 
-def check_policy(policy: Policy, quantizer: Quantizer) -> None:
-    """Raise UnsupportedError for a policy this adapter cannot carry out."""
-    if policy.gate.kind != "observe":
-        raise UnsupportedError(
-            f"gate.kind is {policy.gate.kind!r}: witcert-sglang does not repair blocks yet; set gate.kind: observe"
-        )
+def check_quantizer_kind(quantizer: Quantizer) -> None:
+    """Raise UnsupportedError for a quantizer this adapter cannot feed."""
     if quantizer.space != "post_rope" or quantizer.token_group != 1 or quantizer.state != "none":
         raise UnsupportedError(
             f"quantizer.name is {quantizer.name!r}, which needs {quantizer.space} keys, groups of "
@@ -108,12 +103,17 @@ def check_port(host: str, port: int) -> None:
             raise UnsupportedError(f"--port {port} on {host}: {error.strerror}; choose another --port") from error
 
 
-def check_model(config: Any, backend: str) -> None:
+def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto") -> None:
     """Raise UnsupportedError for an architecture or head size the meter has no radii for."""
     name = (getattr(config.hf_config, "architectures", None) or ["this model"])[0]
     if config.attention_arch.name == "MLA":
         raise UnsupportedError(
             f"{name} uses multi-head latent attention (MLA): its cache holds latents, for which there is no witness yet"
+        )
+    if kv_cache_dtype in ("bf16", "bfloat16") and config.dtype != torch.bfloat16:
+        raise UnsupportedError(
+            f"--kv-cache-dtype {kv_cache_dtype} under a {str(config.dtype).removeprefix('torch.')} model: it would "
+            "round before the quantizer does; use --kv-cache-dtype auto or --dtype bfloat16"
         )
     if config.head_dim not in HEAD_DIMS:
         raise UnsupportedError(
