@@ -62,6 +62,13 @@ theorem any_form {ι : Type v} (i : ι) (l : List ι) (z zt c : ι → α) (hc :
   rw [← ofLogits_TV i l z zt c hc]
   exact hB _ (ofLogits_sound i l z zt c hc) rfl (fun _ => rfl) (fun _ => rfl)
 
+/-- **The meter is a bound**: the smallest of 1 and any of the forms.
+
+Code: `witcert_core.bounds.meter`, `witcert_core.bounds.reference_meter`.
+`python: TV <= min(1, code("tanh"), code("jensen"), code("needle")) and TV <= min(1, code("extremal"))` -/
+theorem meter_sound {ι : Type v} {x : Cell α ι} (h : x.Sound) {t j n : α} (ht : x.TV ≤ t) (hj : x.TV ≤ j) (hn : x.TV ≤ n) :
+    x.TV ≤ min 1 (min t (min j n)) := le_min h.tv_le_one (le_min ht (le_min hj hn))
+
 /-- **The proxy of the code**: `proxy(n, 1/2^{n+1}) = (1 - 4⁻ⁿ)/12`.
 
 Code: `witcert_core.radii.radius_dither` (`(1 - 4⁻⁸)/12`).

@@ -15,6 +15,7 @@ from rational import TINY, sqrt_up, subsets, tilted, tv
 
 from witcert_core.accumulate import accumulate_weights
 from witcert_core.bounds import FORMS, extremal, meter
+from witcert_core.layout import AccField
 
 F = Fraction
 
@@ -71,6 +72,10 @@ class Cell:
         c = [math.log(x) if x > 1 else 0.0 for x in self.r]
         weights = torch.tensor([float(x) for x in self.w], dtype=torch.float64)
         return accumulate_weights(weights, torch.tensor(c, dtype=torch.float64))
+
+    def field(self, name: str) -> F:
+        """One of the implementation's accumulators."""
+        return F(float(self.acc[AccField[name]]))
 
     def code(self, form: str) -> F:
         """The implementation's bound."""

@@ -53,8 +53,6 @@ theorem tanh_den (x : α) : 0 < exp (2 * x) + 1 := add_pos (exp_pos _) zero_le_o
 theorem tanh_mul (x : α) : tanh x * (exp (2 * x) + 1) = exp (2 * x) - 1 := div_mul_cancel (tanh_den x)
 theorem exp_two (x : α) : exp (2 * x) = exp x * exp x := by
   rw [← exp_add]; exact congrArg exp (by ring)
-theorem tanh_nonneg {x : α} (h : 0 ≤ x) : 0 ≤ tanh x :=
-  div_nonneg (sub_nonneg (one_le_exp (nonneg_mul zero_le_two h))) (tanh_den x)
 /-- `tanh 2x ≤ 2 tanh x` for `x ≥ 0`. -/
 theorem tanh_double {x : α} (h : 0 ≤ x) : tanh (2 * x) ≤ 2 * tanh x := by
   have e1 := tanh_mul x

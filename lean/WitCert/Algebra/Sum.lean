@@ -46,10 +46,6 @@ theorem AllOf.imp {p q : ι → Prop} (l : List ι) (hpq : ∀ i, p i → q i) (
   induction l with
   | nil => exact True.intro
   | cons i l ih => exact ⟨hpq i h.1, ih h.2⟩
-theorem AllOf.of_forall {p : ι → Prop} (l : List ι) (h : ∀ i, p i) : AllOf p l := by
-  induction l with
-  | nil => exact True.intro
-  | cons i l ih => exact ⟨h i, ih⟩
 omit [OrderedField α] in
 theorem allOf_inImage (f : ι → α) (l : List ι) : AllOf (fun i => InImage f (f i) l) l := by
   induction l with
@@ -136,10 +132,4 @@ theorem sum_comm (f : ι → κ → α) (l : List ι) (k : List κ) :
   induction l with
   | nil => exact (sum_zero k).symm
   | cons i l ih => exact (congrArg (fun x => sum (f i) k + x) ih).trans (sum_add (f i) (fun j => sum (fun i => f i j) l) k).symm
-theorem sum_append (f : ι → α) (l m : List ι) : sum f (l ++ m) = sum f l + sum f m := by
-  induction l with
-  | nil => show sum f m = 0 + sum f m; ring
-  | cons i l ih =>
-    show f i + sum f (l ++ m) = f i + sum f l + sum f m
-    rw [ih]; ring
 end WitCert

@@ -12,10 +12,6 @@ variable {α : Type u} [OrderedField α] {ι : Type v}
 
 /-- Number of tokens, as an element of the field. -/
 def card (l : List ι) : α := sum (fun _ => 1) l
-theorem AllOf.and_self {p q : ι → Prop} (l : List ι) (hp : AllOf p l) (hq : AllOf q l) : AllOf (fun i => p i ∧ q i) l := by
-  induction l with
-  | nil => exact True.intro
-  | cons i l ih => exact ⟨⟨hp.1, hq.1⟩, ih hp.2 hq.2⟩
 /-- Every element of a list occurs in it at least once. -/
 theorem card_pos_of_mem (f : ι → ι → α) (hf : ∀ t s, 0 ≤ f t s) (hr : ∀ t, f t t = 1) (l : List ι) : AllOf (fun t => 1 ≤ sum (f t) l) l := by
   induction l with

@@ -109,4 +109,28 @@ theorem tv_le_rms (s : α) (hs : 0 ≤ s) (hQ : x.Q ≤ s * s) : x.TV ≤ x.A * 
   rw [x.mean_congr (fun t => abs_mul_self (x.a t * x.u - 1))] at h1
   refine le_trans h1 (le_trans h.moment_le ?_)
   exact le_cert (nonneg_mul (nonneg_mul (le_of_lt h.A_pos) (le_of_lt h.A_pos)) (sub_nonneg hQ)) (by ring)
+
+/-- **The meter may be clipped at 1**: `TV ≤ 1`.
+
+Code: `witcert_core.bounds.meter`.
+`python: TV <= 1 and code("meter") <= 1` -/
+theorem tv_le_one : x.TV ≤ 1 := by
+  have h1 : sum (fun t => abs (x.p t - x.w t)) x.l ≤ sum (fun t => x.p t + x.w t) x.l := sum_le x.l (fun t =>
+    abs_le (le_cert (add_nonneg (h.w_nonneg t) (h.w_nonneg t)) (by ring)) (le_cert (add_nonneg (h.p_nonneg t) (h.p_nonneg t)) (by ring)))
+  rw [sum_add, h.p_sum, h.w_sum] at h1
+  exact div_le zero_lt_two (le_trans h1 (le_of_eq (by ring)))
+
+/-- **Accumulators rounded up keep the closed forms**: for `A ≤ A'` and `Q ≤ s²`, `TV ≤ (A'² - 1)/2` and `TV ≤ A' s/2`.
+
+Code: `witcert_core.accumulate.accumulate_weights` (every field is rounded outward).
+`python: A - 1 <= field("ETA") and Q <= field("Q") and TV <= ((1 + field("ETA")) ** 2 - 1) / 2 and (2 * TV) ** 2 <= (1 + field("ETA")) ** 2 * field("Q")` -/
+theorem outward_forms {A' s : α} (hA : x.A ≤ A') (hs : 0 ≤ s) (hQ : x.Q ≤ s * s) : x.TV ≤ (A' * A' - 1) / 2 ∧ x.TV ≤ A' * s / 2 := by
+  constructor
+  · refine le_trans h.tv_le_eform (div_le zero_lt_two ?_)
+    rw [div_mul_cancel zero_lt_two]
+    have k := mul_le_mul (le_of_lt h.A_pos) (le_trans (le_of_lt h.A_pos) hA) hA hA
+    exact le_cert (sub_nonneg k) (by ring)
+  · refine le_trans (h.tv_le_rms s hs hQ) (div_le zero_lt_two ?_)
+    rw [div_mul_cancel zero_lt_two]
+    exact mul_le_mul_right hs hA
 end WitCert.Cell.Sound

@@ -83,11 +83,6 @@ theorem Sound.tilt_lower (t : ι) : 1 ≤ x.r t * x.tilt R t := by
   cases R t with
   | true => exact h.lower t
   | false => exact le_trans (h.one_le_r t) (le_of_eq (show x.r t = x.r t * 1 from by ring))
-theorem Sound.tilt_upper (t : ι) : x.tilt R t ≤ x.r t := by
-  show cond (R t) (x.a t) 1 ≤ x.r t
-  cases R t with
-  | true => exact h.upper t
-  | false => exact h.one_le_r t
 theorem Sound.tilt_nonneg (t : ι) : 0 ≤ x.tilt R t := nonneg_of_mul (h.r_pos t) (le_trans zero_le_one (h.tilt_lower R t))
 theorem Sound.tilt_pos : 0 < x.mean (x.tilt R) := by
   have k := h.one_le_mean_mul h.r_pos (h.tilt_lower R) h.A_pos

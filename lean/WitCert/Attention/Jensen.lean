@@ -182,34 +182,46 @@ theorem Sound.jensen_point (h : x.Sound) (R : α) (hR : ∀ t, x.r t ≤ R) : �
       have k2 : 0 ≤ (N + m) * ((1 - m) * N - x.TV * (N + (1 - m))) := nonneg_mul (add_nonneg hN P1.1) (sub_nonneg hodds)
       exact le_cert (add_nonneg k k2) (by ring)
 
-/-- **jensen.** Let cells `[m₀ i, m₁ i]` cover `[0, ½]`, let `ub i` be at least one of `η`, `m₁ (R - 1)`,
-`m₁ η + √(m₁ (1 - m₁) V)` with `V = Q - η²`, and let `B` be at least every cell value at
-`ū = min(ub, (1 - 2 m₀ + η)/2)`. Then `TV ≤ B`.
+/-- **jensen.** Let intervals `[m₀ i, m₁ i]` cover `[0, ½]`, let `ub i` be at least one of `η`, `m₁ (R - 1)`,
+`m₁ η + √(m₁ (1 - m₁) V)`, and let `B` be at least every interval's value at `ū = min(ub, (1 - 2 m₀ + η)/2)`. Then `TV ≤ B`,
+for `η` and `V` rounded up from `Σ w (e^c - 1)` and `Q - (Σ w (e^c - 1))²`.
 
 Code: `witcert_core.bounds.jensen.bound`, `witcert_core.bounds.jensen.gain_bound`.
 `python: TV <= jensen_cells(16) and all(jensen_value(m, u) <= code("jensen") for m, u in light_sets)` -/
-theorem Sound.tv_le_jensen {κ : Type w} (h : x.Sound) (R : α) (hR : ∀ t, x.r t ≤ R) (m₀ m₁ ub : κ → α) (B : α)
+theorem Sound.tv_le_jensen {κ : Type w} (h : x.Sound) (R : α) (hR : ∀ t, x.r t ≤ R) {η V : α} (hη : x.eta ≤ η)
+    (hV : x.Q - x.eta * x.eta ≤ V) (m₀ m₁ ub : κ → α) (B : α)
     (cover : ∀ m, 0 ≤ m → 2 * m ≤ 1 → ∃ i, m₀ i ≤ m ∧ m ≤ m₁ i) (half : ∀ i, 2 * m₁ i ≤ 1)
-    (hub : ∀ i, x.eta ≤ ub i ∨ m₁ i * (R - 1) ≤ ub i ∨
-      ∃ s, 0 ≤ s ∧ m₁ i * (1 - m₁ i) * (x.Q - x.eta * x.eta) ≤ s * s ∧ m₁ i * x.eta + s ≤ ub i)
-    (hB : ∀ i, jensenCell x.eta (m₀ i) (m₁ i) (min (ub i) ((1 - 2 * m₀ i + x.eta) / 2)) ≤ B) : x.TV ≤ B := by
+    (hub : ∀ i, η ≤ ub i ∨ m₁ i * (R - 1) ≤ ub i ∨ ∃ s, 0 ≤ s ∧ m₁ i * (1 - m₁ i) * V ≤ s * s ∧ m₁ i * η + s ≤ ub i)
+    (hB : ∀ i, jensenCell η (m₀ i) (m₁ i) (min (ub i) ((1 - 2 * m₀ i + η) / 2)) ≤ B) : x.TV ≤ B := by
   cases h.jensen_point R hR with
   | intro m H => cases H with
     | intro u P => cases cover m P.m_nonneg P.m_le_half with
       | intro i hi =>
-        refine le_trans P.tv (le_trans ?_ (hB i))
-        refine jensenValue_le_cell h.eta_nonneg P.u_nonneg P.u_le_eta ?_ P.m_nonneg P.m_le_half hi.1 hi.2
+        have huη : u ≤ η := le_trans P.u_le_eta hη
+        have hη0 : 0 ≤ η := le_trans P.u_nonneg huη
+        have hq : 0 < 1 - m := lt_of_lt_of_le (inv_pos zero_lt_two)
+          (le_cert (nonneg_mul half_nonneg (sub_nonneg P.m_le_half)) (eq_lin two_half (m - 1) (by ring)))
+        have hN : 0 ≤ jensenN x.eta m u := add_nonneg (add_nonneg (nonneg_mul P.m_nonneg h.eta_nonneg)
+          (nonneg_mul (sub_nonneg P.m_le_half) P.u_nonneg)) (nonneg_mul P.u_nonneg (sub_nonneg P.u_le_eta))
+        have hup : jensenN x.eta m u ≤ jensenN η m u := le_cert
+          (add_nonneg (nonneg_mul P.m_nonneg (sub_nonneg hη)) (nonneg_mul P.u_nonneg (sub_nonneg hη))) (by
+            show m * η + (1 - 2 * m) * u + u * (η - u) - (m * x.eta + (1 - 2 * m) * u + u * (x.eta - u)) = _
+            ring)
+        refine le_trans P.tv (le_trans (harmonic_mono hq hN (le_refl _) hup) (le_trans ?_ (hB i)))
+        refine jensenValue_le_cell hη0 P.u_nonneg huη ?_ P.m_nonneg P.m_le_half hi.1 hi.2
         have hR1 : 0 ≤ R - 1 := sub_nonneg (le_trans h.one_le_A (h.A_le hR))
         cases hub i with
-        | inl k => exact le_trans P.u_le_eta k
+        | inl k => exact le_trans huη k
         | inr k => cases k with
           | inl k => exact le_trans P.u_le_max (le_trans (mul_le_mul_right hR1 hi.2) k)
           | inr k => cases k with
             | intro s k =>
               have h1 : m₁ i ≤ 1 := le_of_mul_le zero_lt_two (le_trans (half i) (le_cert zero_le_one (by ring)))
-              have hV : 0 ≤ x.Q - x.eta * x.eta := sub_nonneg (h.mean_sq_le (fun t => x.r t - 1))
-              have sm := spread_mono (μ := 1) P.m_nonneg hi.2 h1 P.u_le_eta hV k.1 k.2.1
-                (le_trans (le_of_eq (by ring)) P.spread)
-              exact le_trans (le_of_eq (by ring)) (le_trans sm k.2.2)
+              have hm1 : 0 ≤ m₁ i := le_trans P.m_nonneg hi.2
+              have hV0 : 0 ≤ x.Q - x.eta * x.eta := sub_nonneg (h.mean_sq_le (fun t => x.r t - 1))
+              have hs : m₁ i * (1 - m₁ i) * (x.Q - x.eta * x.eta) ≤ s * s :=
+                le_trans (mul_le_mul_left (nonneg_mul hm1 (sub_nonneg h1)) hV) k.2.1
+              have sm := spread_mono (μ := 1) P.m_nonneg hi.2 h1 P.u_le_eta hV0 k.1 hs (le_trans (le_of_eq (by ring)) P.spread)
+              exact le_cert (add_nonneg (add_nonneg (sub_nonneg sm) (nonneg_mul hm1 (sub_nonneg hη))) (sub_nonneg k.2.2)) (by ring)
 end Cell
 end WitCert

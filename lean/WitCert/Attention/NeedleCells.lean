@@ -190,6 +190,17 @@ theorem spared_interval {T μ η m u v y ph m₀ m₁ : α} (hT : 0 ≤ T) (hm0 
   exact le_cert (add_nonneg (add_nonneg h1 h2) (add_nonneg h3 h4))
     (eq_lin hμ1 (m * (μ - m₀ + (η - u))) (by ring))
 
+/-- Outward rounding of `y` and `f` in the spared bound. -/
+theorem outward_step {T y₀ y f₀ f η m₀ m₁ μ k t : α}
+    (g : T * sparedD (y₀ + m₀ + (μ - m₀) + η) (μ - m₀) t ≤ sparedN k (k * (μ - m₀ + η) + m₁ * (f₀ + (μ - m₀))) m₁ (μ - m₀) t)
+    (k1 : 0 ≤ T * ((y₀ - y) * t)) (k2 : 0 ≤ m₁ * ((f - f₀) * t)) :
+    T * sparedD (y + m₀ + (μ - m₀) + η) (μ - m₀) t ≤ sparedN k (k * (μ - m₀ + η) + m₁ * (f + (μ - m₀))) m₁ (μ - m₀) t :=
+  le_cert (add_nonneg (add_nonneg (sub_nonneg g) k1) k2) (by
+    show (k * (μ - m₀ + η) + m₁ * (f + (μ - m₀))) * t - k * (t * t) - m₁ * ((μ - m₀) * (μ - m₀)) - T * ((y + m₀ + (μ - m₀) + η) * t - t * t + (μ - m₀) * (μ - m₀))
+      = (k * (μ - m₀ + η) + m₁ * (f₀ + (μ - m₀))) * t - k * (t * t) - m₁ * ((μ - m₀) * (μ - m₀)) - T * ((y₀ + m₀ + (μ - m₀) + η) * t - t * t + (μ - m₀) * (μ - m₀))
+        + T * ((y₀ - y) * t) + m₁ * ((f - f₀) * t)
+    ring)
+
 /-- `h` attacked: `T ≤ m₁ N̄/(m₁ + N̄)` with `N̄ = m₁η + (1-2m₀)ū + ū(η-ū)`, `ū = min(cap, (1 - 2m₀ + η)/2)`. -/
 theorem attacked_interval {T η m u m₀ m₁ cap : α} (hm : 0 ≤ m) (hm1 : m ≤ 1) (hη : 0 ≤ η) (hu : 0 ≤ u) (huη : u ≤ η) (hcap : u ≤ cap)
     (h0 : m₀ ≤ m) (h1 : m ≤ m₁) (hTm : T ≤ m) (hT : T * (jensenN η m u + m) ≤ m * jensenN η m u) :
@@ -219,29 +230,31 @@ theorem attacked_interval {T η m u m₀ m₁ cap : α} (hm : 0 ≤ m) (hm1 : m 
     have k3 : 0 ≤ m * m₁ * (N' - N) := nonneg_mul (nonneg_mul hm hm1') (sub_nonneg hle)
     exact le_cert (add_nonneg k1 (add_nonneg k2 k3)) (by ring)
 
-/-- What the code computes in one interval `[m₀, m₁]`; `y = w_h e^{-c_h}`, `η'` is the whole cell's `η`, `cap` an upper bound
-on `u`, and `B` is at least the value of both alternatives. The `spared` bound is asked for every `t`; three suffice
-(`spared_three`). -/
-structure NeedleCell (μ η W R ph y η' B m₀ m₁ cap : α) : Prop where
+/-- What the code computes in one interval `[m₀, m₁]`: `η`, `W` of the rest, `R` its largest `e^c`, `y ≤ w_h e^{-c_h}` and
+`f ≥ w_h(1 - e^{-c_h})`, `η'` of the whole cell, `cap` an upper bound on `u`; `B` is at least the value of both alternatives.
+The `spared` bound is asked for every `t`; three suffice (`spared_three`). -/
+structure NeedleCell (μ η W R y f η' B m₀ m₁ cap : α) : Prop where
   low : m₀ < μ
   low_nonneg : 0 ≤ m₀
   high : m₁ ≤ μ
   cap_ok : η ≤ cap ∨ m₁ * (R - 1) ≤ cap ∨ ∃ s, 0 ≤ s ∧ m₁ * (μ - m₁) * W ≤ s * s ∧ m₁ * η + s ≤ μ * cap
   spared : ∀ t, μ - m₀ + (η - cap) ≤ t → μ - m₀ ≤ t → t ≤ μ - m₀ + η →
-    sparedN (1 - m₀) ((1 - m₀) * (μ - m₀ + η) + m₁ * (ph - y + (μ - m₀))) m₁ (μ - m₀) t ≤ B * sparedD (y + m₀ + (μ - m₀) + η) (μ - m₀) t
+    sparedN (1 - m₀) ((1 - m₀) * (μ - m₀ + η) + m₁ * (f + (μ - m₀))) m₁ (μ - m₀) t ≤ B * sparedD (y + m₀ + (μ - m₀) + η) (μ - m₀) t
   attacked : ∀ N, N = m₁ * η' + (1 - 2 * m₀) * min cap ((1 - 2 * m₀ + η') / 2) + min cap ((1 - 2 * m₀ + η') / 2) * (η' - min cap ((1 - 2 * m₀ + η') / 2)) →
     m₁ * N ≤ B * (N + m₁) ∧ 0 < N + m₁
 
 /-- **needle, refined.** Intervals `[m₀ j, m₁ j]` cover the masses `[0, μ]` of the rest; if `B` is at least the code's value on
-every interval, with `h` attacked (`m₁ N̄/(m₁ + N̄)`) and with `h` spared (the largest `N(t)/D(t)`), then `TV ≤ B`.
+every interval, with `h` attacked (`m₁ N̄/(m₁ + N̄)`) and with `h` spared (the largest `N(t)/D(t)`), then `TV ≤ B`, for
+accumulators rounded outward: `η`, `W`, `η'` up, `y = w_h e^{-c_h}` down, `f = w_h(1 - e^{-c_h})` up.
 
 Code: `witcert_core.bounds.needle.bound`, `witcert_core.bounds.needle._refined`.
 `python: TV <= needle_intervals(16) and TV <= code("needle")` -/
-theorem Cell.Sound.tv_le_needle {ι κ : Type v} {x : Cell α ι} (h : x.Sound) {i : ι} {l : List ι} {R μ A η Q : α}
-    (hR : Rest x i l R μ A η Q) (hR1 : 1 ≤ R) (hμ : 0 < μ) (m₀ m₁ cap : κ → α) (B : α)
+theorem Cell.Sound.tv_le_needle {ι κ : Type v} {x : Cell α ι} (h : x.Sound) {i : ι} {l : List ι} {R μ A η₀ Q : α}
+    (hR : Rest x i l R μ A η₀ Q) (hR1 : 1 ≤ R) (hμ : 0 < μ) {η W y f η' : α} (hη : η₀ ≤ η) (hW : μ * Q - η₀ * η₀ ≤ W)
+    (hy0 : 0 ≤ y) (hy : y ≤ x.w i / x.r i) (hf : x.w i - x.w i / x.r i ≤ f) (hη' : x.eta ≤ η') (m₀ m₁ cap : κ → α) (B : α)
     (cover : ∀ m, 0 ≤ m → m ≤ μ → ∃ j, m₀ j ≤ m ∧ m ≤ m₁ j)
-    (hB : ∀ j, NeedleCell μ η (μ * Q - η * η) R (x.w i) (x.w i / x.r i) x.eta B (m₀ j) (m₁ j) (cap j)) : x.TV ≤ B := by
-  have hW : 0 ≤ μ * Q - η * η := by
+    (hB : ∀ j, NeedleCell μ η W R y f η' B (m₀ j) (m₁ j) (cap j)) : x.TV ≤ B := by
+  have hW0 : 0 ≤ μ * Q - η₀ * η₀ := by
     have cs := cauchy_schwarz_w h.w_nonneg (fun _ => 1) (fun t => x.r t - 1) l
     rw [sum_congr l (g := fun t => x.w t * (x.r t - 1)) (fun t => by ring), hR.η_eq,
       sum_congr l (f := fun t => x.w t * (1 * 1)) (g := x.w) (fun t => by ring), hR.mass, hR.Q_eq] at cs
@@ -249,14 +262,18 @@ theorem Cell.Sound.tv_le_needle {ι κ : Type v} {x : Cell α ι} (h : x.Sound) 
   have hw : x.w i + μ = 1 := by
     rw [← h.w_sum, hR.split, ← hR.mass]; rfl
   have hyp : x.w i / x.r i ≤ x.w i := div_le (h.r_pos i) (le_cert (nonneg_mul (h.w_nonneg i) (sub_nonneg (h.one_le_r i))) (by ring))
-  have hcap : ∀ {m u : α} (j : κ), Reach μ η (μ * Q - η * η) R m u → m ≤ m₁ j → u ≤ cap j := fun j k h1 => by
+  have hcap : ∀ {m u : α} (j : κ), Reach μ η₀ (μ * Q - η₀ * η₀) R m u → m ≤ m₁ j → u ≤ cap j := fun j k h1 => by
     have C := hB j
+    have hm1 := le_trans k.m_nonneg h1
     cases C.cap_ok with
-    | inl c => exact le_trans k.u_le c
+    | inl c => exact le_trans k.u_le (le_trans hη c)
     | inr c => cases c with
       | inl c => exact le_trans k.u_le_max (le_trans (mul_le_mul_right (sub_nonneg hR1) h1) c)
       | inr c => cases c with
-        | intro s c => exact le_of_mul_le hμ (le_trans (spread_mono k.m_nonneg h1 C.high k.u_le hW c.1 c.2.1 k.spread) c.2.2)
+        | intro s c =>
+          have hs := le_trans (mul_le_mul_left (nonneg_mul hm1 (sub_nonneg C.high)) hW) c.2.1
+          have sm := spread_mono k.m_nonneg h1 C.high k.u_le hW0 c.1 hs k.spread
+          exact le_of_mul_le hμ (le_cert (add_nonneg (add_nonneg (sub_nonneg sm) (nonneg_mul hm1 (sub_nonneg hη))) (sub_nonneg c.2.2)) (by ring))
   cases x.raised_isSet i with
   | inl hi => cases h.needle_outside_point hR hi with
     | intro m H => cases H with
@@ -265,23 +282,36 @@ theorem Cell.Sound.tv_le_needle {ι κ : Type v} {x : Cell α ι} (h : x.Sound) 
           | intro j hj =>
             have C := hB j
             have hb := pos_of_sub C.low
-            have g := spared_interval h.TV_nonneg hj.1 hj.2 H.1.m_nonneg H.1.m_le H.1.u_nonneg H.1.u_le hw hyp hb H.2.1 H.2.2.1 H.2.2.2.2
-            have hu := hcap j H.1 hj.2
-            have c := C.spared (μ - m₀ j + (η - u)) (le_cert (sub_nonneg hu) (by ring)) (le_cert (sub_nonneg H.1.u_le) (by ring)) (le_cert H.1.u_nonneg (by ring))
-            -- D > 0
-            have hD : 0 < sparedD (x.w i / x.r i + m₀ j + (μ - m₀ j) + η) (μ - m₀ j) (μ - m₀ j + (η - u)) := by
-              have hy0 : 0 ≤ x.w i / x.r i := div_nonneg (h.w_nonneg i) (h.r_pos i)
-              have ht : 0 ≤ μ - m₀ j + (η - u) := add_nonneg (le_of_lt hb) (sub_nonneg H.1.u_le)
+            have huη : u ≤ η := le_trans H.1.u_le hη
+            have ht : 0 ≤ μ - m₀ j + (η - u) := add_nonneg (le_of_lt hb) (sub_nonneg huη)
+            have hv : (μ - m) * (μ - m) ≤ v * (μ - m + (η - u)) :=
+              le_trans H.2.2.1 (mul_le_mul_left H.2.1 (le_cert (sub_nonneg hη) (by ring)))
+            have g := spared_interval h.TV_nonneg hj.1 hj.2 H.1.m_nonneg H.1.m_le H.1.u_nonneg huη hw hyp hb H.2.1 hv H.2.2.2.2
+            have c := C.spared (μ - m₀ j + (η - u)) (le_cert (sub_nonneg (hcap j H.1 hj.2)) (by ring)) (le_cert (sub_nonneg huη) (by ring)) (le_cert H.1.u_nonneg (by ring))
+            -- D > 0, and rounding outward makes D smaller and N larger
+            have hD : 0 < sparedD (y + m₀ j + (μ - m₀ j) + η) (μ - m₀ j) (μ - m₀ j + (η - u)) := by
               refine lt_of_lt_of_le (mul_pos hb hb) (le_cert (nonneg_mul (add_nonneg (add_nonneg hy0 C.low_nonneg) H.1.u_nonneg) ht) ?_)
-              show (x.w i / x.r i + m₀ j + (μ - m₀ j) + η) * (μ - m₀ j + (η - u)) - (μ - m₀ j + (η - u)) * (μ - m₀ j + (η - u)) + (μ - m₀ j) * (μ - m₀ j) - (μ - m₀ j) * (μ - m₀ j) = _
+              show (y + m₀ j + (μ - m₀ j) + η) * (μ - m₀ j + (η - u)) - (μ - m₀ j + (η - u)) * (μ - m₀ j + (η - u)) + (μ - m₀ j) * (μ - m₀ j) - (μ - m₀ j) * (μ - m₀ j) = _
               ring
-            exact le_of_mul_le hD (le_trans (le_of_eq (mul_comm _ _)) (le_trans (le_trans g c) (le_of_eq (mul_comm _ _))))
+            have k1 : 0 ≤ x.TV * ((x.w i / x.r i - y) * (μ - m₀ j + (η - u))) := nonneg_mul h.TV_nonneg (nonneg_mul (sub_nonneg hy) ht)
+            have k2 : 0 ≤ m₁ j * ((f - (x.w i - x.w i / x.r i)) * (μ - m₀ j + (η - u))) :=
+              nonneg_mul (le_trans H.1.m_nonneg hj.2) (nonneg_mul (sub_nonneg hf) ht)
+            have g2 : x.TV * sparedD (y + m₀ j + (μ - m₀ j) + η) (μ - m₀ j) (μ - m₀ j + (η - u))
+                ≤ sparedN (1 - m₀ j) ((1 - m₀ j) * (μ - m₀ j + η) + m₁ j * (f + (μ - m₀ j))) (m₁ j) (μ - m₀ j) (μ - m₀ j + (η - u)) :=
+              outward_step g k1 k2
+            exact le_of_mul_le hD (le_trans (le_of_eq (mul_comm _ _)) (le_trans (le_trans g2 c) (le_of_eq (mul_comm _ _))))
   | inr hi => cases h.needle_inside_point hR hi with
     | intro m H => cases H with
       | intro u H => cases cover m H.1.m_nonneg H.1.m_le with
         | intro j hj =>
           have C := hB j
-          have g := attacked_interval H.1.m_nonneg H.2.2.1 h.eta_nonneg H.1.u_nonneg H.2.1 (hcap j H.1 hj.2) hj.1 hj.2 H.2.2.2.1 H.2.2.2.2
+          have hup : jensenN x.eta m u ≤ jensenN η' m u := le_cert
+            (add_nonneg (nonneg_mul H.1.m_nonneg (sub_nonneg hη')) (nonneg_mul H.1.u_nonneg (sub_nonneg hη'))) (by
+              show m * η' + (1 - 2 * m) * u + u * (η' - u) - (m * x.eta + (1 - 2 * m) * u + u * (x.eta - u)) = _
+              ring)
+          have hT : x.TV * (jensenN η' m u + m) ≤ m * jensenN η' m u :=
+            le_cert (add_nonneg (sub_nonneg H.2.2.2.2) (nonneg_mul (sub_nonneg H.2.2.2.1) (sub_nonneg hup))) (by ring)
+          have g := attacked_interval H.1.m_nonneg H.2.2.1 (le_trans h.eta_nonneg hη') H.1.u_nonneg (le_trans H.2.1 hη') (hcap j H.1 hj.2) hj.1 hj.2 H.2.2.2.1 hT
           have c := C.attacked _ rfl
           exact le_of_mul_le c.2 (le_trans (le_of_eq (mul_comm _ _)) (le_trans (le_trans g c.1) (le_of_eq (mul_comm _ _))))
 end WitCert

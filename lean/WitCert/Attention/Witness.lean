@@ -127,12 +127,6 @@ theorem rope_dot {c s : κ → α} (h : ∀ j, c j * c j + s j * s j = 1) (l : L
       = q (j, false) * d (j, false) + (q (j, true) * d (j, true) + dot (channels l) q d)
     rw [ih]
     exact eq_lin (h j) (q (j, false) * d (j, false) + q (j, true) * d (j, true)) (by ring)
-theorem rope_smul (c s : κ → α) (m : α) (v : κ × Bool → α) (p : κ × Bool) :
-    rope c s (fun p => m * v p) p = m * rope c s v p := by
-  cases p with
-  | mk j b => cases b with
-    | false => show c j * (m * v (j, false)) - s j * (m * v (j, true)) = m * (c j * v (j, false) - s j * v (j, true)); ring
-    | true => show s j * (m * v (j, false)) + c j * (m * v (j, true)) = m * (s j * v (j, false) + c j * v (j, true)); ring
 theorem rope_sub (c s : κ → α) (v w : κ × Bool → α) (p : κ × Bool) :
     rope c s (fun p => v p - w p) p = rope c s v p - rope c s w p := by
   cases p with

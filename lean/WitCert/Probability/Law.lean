@@ -74,13 +74,8 @@ theorem ind_nonneg (b : Bool) : (0 : α) ≤ ind b := by
   cases b with
   | true => exact zero_le_one
   | false => exact le_refl 0
-theorem ind_le_one (b : Bool) : (ind b : α) ≤ 1 := by
-  cases b with
-  | true => exact le_refl 1
-  | false => exact zero_le_one
 /-- Probability of an event. -/
 def P (ev : Ω → Bool) : α := L.E (fun o => ind (ev o))
-theorem P_nonneg (ev : Ω → Bool) : 0 ≤ L.P ev := le_trans (le_of_eq (L.const 0).symm) (L.mono (fun o => ind_nonneg (ev o)))
 /-- An event contained in another is not more likely. -/
 theorem P_mono {ev ev' : Ω → Bool} (h : ∀ o, ev o = true → ev' o = true) : L.P ev ≤ L.P ev' := L.mono (fun o => by
   have k := h o

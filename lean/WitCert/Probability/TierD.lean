@@ -30,7 +30,6 @@ def Step (s x : α) : Prop := 0 < s ∨ (s = 0 ∧ x = 0)
 theorem residual_zero (rd : α → α) {s x : α} (h : s = 0 ∧ x = 0) (u : α) : residual rd s x u = 0 := by
   show s * (rd (x / s + u) - u) - x = 0
   rw [h.1, h.2]; ring
-theorem Step.nonneg {s x : α} (h : Step s x) : 0 ≤ s := h.elim le_of_lt (fun h => le_of_eq h.1.symm)
 
 /-- **The residual is at most half a step**, whatever the offset.
 
