@@ -101,7 +101,7 @@ def check_storage(storage: str, args: Any) -> None:
         )
     if storage == "packed" and args.kv_cache_dtype != "auto":
         raise UnsupportedError(
-            f"--kv-cache-dtype {args.kv_cache_dtype} with quantizer.storage: packed: the pool holds INT8 codes; use auto"
+            f"--kv-cache-dtype {args.kv_cache_dtype} with quantizer.storage: packed: the pool holds codes; use auto"
         )
 
 
