@@ -95,6 +95,10 @@ class ShadowStore:
         self._used[rows] = self._clock
         return self._k[layer][rows, kv_head], self._v[layer][rows, kv_head]
 
+    def drop(self, slots: Tensor) -> None:
+        """Forget the copies of `slots`: something else is in them now."""
+        self._release(slots.to(torch.int64))
+
     def touch(self, slots: Tensor) -> None:
         """Count the copies of `slots` as used now: a request being served reads them."""
         rows = self._row_of[slots]

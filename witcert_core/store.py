@@ -234,6 +234,14 @@ class SlotStore:
             self.exact_k[layer][slots] = exact_k.to(self.storage_dtype)
             self.exact_v[layer][slots] = exact_v.to(self.storage_dtype)
 
+    def move(self, target: Tensor, source: Tensor) -> None:
+        """The engine copied rows of its pool, all layers: `source` [N] onto `target` [N]; what is known goes along."""
+        for side in self._layers.values():
+            for tensor in side.tensors():
+                tensor[target] = tensor[source]
+        for kept in (*self.exact_k.values(), *self.exact_v.values()):
+            kept[target] = kept[source]
+
     def mark_exact(self, layer: int, slots: Tensor) -> None:
         """The pool holds exactly what the run handed over in `slots` (radius 0)."""
         self._layers[layer].fill(slots, EXACT_CODE)

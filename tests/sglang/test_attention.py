@@ -461,3 +461,31 @@ def test_a_write_past_the_packed_backend_is_an_error() -> None:
     engine = Engine("int8_dither", storage="packed")
     with pytest.raises(NotImplementedError, match="unmetered"):
         engine.pool.set_kv_buffer(engine.layers[0], torch.tensor([3]), torch.zeros(1, HKV, D), torch.zeros(1, HKV, D))
+
+
+def test_rows_the_engine_moves_keep_what_is_known() -> None:
+    """SGLang copies rows of its pool in some paths; a witness left behind would belong to another token."""
+    engine = gated("int4_token_group", kind="risk_ranked", risk_tau=1e9)
+    engine.step([9, 14], ForwardMode.EXTEND)
+    old = engine.requests.req_to_token[engine.rows[1], 2:7].long()
+    new = engine.requests.req_to_token[engine.rows[0], 40:45].long()
+    engine.pool.use_native_move_kv_cache = True
+    engine.pool.move_kv_cache(new, old)
+    engine.runtime.cache.moved(new, old)
+    engine.requests.req_to_token[engine.rows[1], 2:7] = new.int()
+    step, queries, _ = engine.step([1, 1], ForwardMode.DECODE)
+    for layer in range(LAYERS):
+        _, compressed = attention(queries[layer][1], *engine.stored(layer, 1, 15))
+        _, exact = attention(queries[layer][1], *(engine.exact[layer][kind][1, :15] for kind in "kv"))
+        assert ((exact - compressed).abs().sum(-1) / 2 <= step.layers[layer].meter[1]).all()
+        assert (step.layers[layer].meter[1] < 1).all()
+    assert not engine.runtime.cache.shadow.has(new).any()
+
+
+def test_rows_restored_from_elsewhere_are_unknown() -> None:
+    engine = Engine("int8_token_group")
+    engine.step([9, 14], ForwardMode.EXTEND)
+    engine.runtime.cache.overwritten(engine.requests.req_to_token[engine.rows[0], :3].long())
+    step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
+    assert (step.layers[0].meter[0] == 1).all()
+    assert (step.layers[0].meter[1] < 1).all()

@@ -16,6 +16,7 @@ import torch
 import witcert_sglang
 from conftest import write_policy
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from witcert_demo.servers import server_environment
 from witcert_sglang import support
 
@@ -218,3 +219,32 @@ def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "version", lambda _name: "0.6.0")
     with pytest.raises(UnsupportedError, match=r"0\.6\.0"):
         support.check_version()
+
+
+def attention_layer(layer_id: int, **changes: object) -> torch.nn.Module:
+    layer = RadixAttention(2, 64, 0.125, num_kv_heads=1, layer_id=layer_id)
+    for name, value in changes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def test_layers_refused_by_name() -> None:
+    support.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 2)
+    with pytest.raises(UnsupportedError, match="pool of 1 layers"):
+        support.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 1)
+    with pytest.raises(UnsupportedError, match="belongs to one"):
+        support.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(0)]), 2)
+    for changes, named in (
+        ({"is_cross_attention": True}, "cross-attention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
+        ({"use_irope": True}, "iRoPE"),
+        ({"xai_temperature_len": 1024}, "temperature"),
+        ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
+    ):
+        with pytest.raises(UnsupportedError, match=named):
+            support.check_layers(torch.nn.ModuleList([attention_layer(0, **changes)]), 1)
+
+
+def test_float32_on_a_gpu_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="TF32"):
+        support.check_model(model_config(), "triton", "auto", "cuda")

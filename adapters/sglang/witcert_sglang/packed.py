@@ -162,6 +162,18 @@ class PackedStorage:
     def forget(self, request_id: str) -> None:
         """Nothing is kept per request."""
 
+    def moved(self, target: Tensor, source: Tensor) -> None:
+        """SGLang copies codes without their scales and rows."""
+        raise UnsupportedError(
+            "the engine copied rows of the packed pool without their scales; what they hold is unknown"
+        )
+
+    def overwritten(self, slots: Tensor) -> None:
+        """SGLang restores codes without their scales and rows."""
+        raise UnsupportedError(
+            "the engine restored rows of the packed pool without their scales; what they hold is unknown"
+        )
+
     def status(self) -> dict[str, int]:
         return {"bytes_shadow": 0, "shadow_slots": 0, "bytes_packed_pool": self.cache.nbytes}
 

@@ -27,6 +27,7 @@ from witcert_sglang.results import streamer_class
 from witcert_sglang.runtime import Runtime
 
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
@@ -64,6 +65,8 @@ class Installation:
                 "every",
                 ("self", "logits_output", "forward_batch"),
             ),
+            Hook(f"{_POOL}.move_kv_cache", "after", self.after_move, "every", ("self", "tgt_loc", "src_loc")),
+            Hook(f"{_POOL}.load_cpu_copy", "after", self.after_load, "every", ("self", "kv_cache_cpu", "indices")),
             Hook(f"{_SCHEDULER}.get_output_streamer_class", "after", self.after_streamer_class, "every", ("self",)),
             Hook(f"{_SCHEDULER}.get_init_info", "after", self.after_init_info, "every", ("self",)),
         ]
@@ -96,7 +99,7 @@ class Installation:
         refuse_on_error(support.check_server, args)
         refuse_on_error(support.check_storage, self.policy.quantizer.storage, args)
         config = model_config(server_args)
-        refuse_on_error(support.check_model, config, args.attention_backend, args.kv_cache_dtype)
+        refuse_on_error(support.check_model, config, args.attention_backend, args.kv_cache_dtype, args.device)
         refuse_on_error(check_quantizer, self.quantizer, config.head_dim)
         refuse_on_error(support.check_port, args.host, args.port)
 
@@ -120,6 +123,7 @@ class Installation:
 
     def make_runtime(self, runner: Any, backend: Any) -> Runtime:
         if self.runtime is None:
+            support.check_layers(runner.model, runner.token_to_kv_pool.layer_num)
             support.check_pool(runner.token_to_kv_pool, self.policy.quantizer.storage == "packed")
             metrics = Metrics() if self.policy.report.prometheus and "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
             geometry = read_geometry(runner, backend)
@@ -154,6 +158,14 @@ class Installation:
         if step is not None:
             logits_output.witcert_step = None
             logits_output.auxiliary_device_output = append_auxiliary_output(logits_output.auxiliary_device_output, step)
+
+    def after_move(self, _result: Any, pool: Any, tgt_loc: Any, src_loc: Any) -> None:
+        if self.runtime is not None and pool is self.runtime.pool:
+            self.runtime.cache.moved(tgt_loc, src_loc)
+
+    def after_load(self, _result: Any, pool: Any, _copy: Any, indices: Any, *_args: Any, **_kwargs: Any) -> None:
+        if self.runtime is not None and pool is self.runtime.pool:
+            self.runtime.cache.overwritten(indices)
 
     def after_streamer_class(self, result: type[Any], _scheduler: Any) -> type[Any]:
         return streamer_class(self.live_runtime(), result)

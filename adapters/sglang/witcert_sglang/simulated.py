@@ -72,6 +72,19 @@ class SimulatedCache:
         if self.repairer is not None:
             self.repairer.forget(request_id)
 
+    def moved(self, target: Tensor, source: Tensor) -> None:
+        """The engine copied rows of the pool; their side tensors follow, exact copies for repairs do not."""
+        self.store.move(target, source)
+        if self.shadow is not None:
+            self.shadow.drop(target)
+
+    def overwritten(self, slots: Tensor) -> None:
+        """The engine wrote `slots` from elsewhere: nothing is known about them any more."""
+        for layer in self.store.layers:
+            self.store.mark_unknown(layer, slots)
+        if self.shadow is not None:
+            self.shadow.drop(slots)
+
     def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells) -> Tensor:
         """Attention that reads the chunk exactly or as stored; the pool holds quantized tokens afterwards."""
         layer_id = call.layer.layer_id

@@ -116,12 +116,17 @@ def check_port(host: str, port: int) -> None:
             raise UnsupportedError(f"--port {port} on {host}: {error.strerror}; choose another --port") from error
 
 
-def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto") -> None:
+def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto", device: str = "cpu") -> None:
     """Raise UnsupportedError for an architecture or head size the meter has no radii for."""
     name = (getattr(config.hf_config, "architectures", None) or ["this model"])[0]
     if config.attention_arch.name == "MLA":
         raise UnsupportedError(
             f"{name} uses multi-head latent attention (MLA): its cache holds latents, for which there is no witness yet"
+        )
+    if device != "cpu" and config.dtype == torch.float32:
+        raise UnsupportedError(
+            f"{name} in float32 on {device!r}: the engine multiplies in TF32 there, whose rounding no radius covers; "
+            "use --dtype bfloat16 or float16"
         )
     if kv_cache_dtype in ("bf16", "bfloat16") and config.dtype != torch.bfloat16:
         raise UnsupportedError(
@@ -144,6 +149,29 @@ def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto") -> None
             f"{name} caps its logits (attn_logit_softcapping {soft_cap}), which SGLang's torch_native backend ignores; "
             "use --attention-backend triton"
         )
+
+
+def check_layers(model: Any, num_layers: int) -> None:
+    """Raise UnsupportedError for attention layers that do more than causal softmax over their own keys."""
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    ids = sorted(layer.layer_id for layer in layers)
+    if ids != sorted(set(ids)) or len(ids) != num_layers:
+        raise UnsupportedError(
+            f"the model has attention layers {ids} over a pool of {num_layers} layers; metered are models in which "
+            "every layer of the pool belongs to one attention layer"
+        )
+    for layer in layers:
+        for odd, what in (
+            (layer.is_cross_attention, "cross-attention"),
+            (layer.attn_type != AttentionType.DECODER, f"{layer.attn_type.value} attention"),
+            (layer.use_irope, "chunked local attention (iRoPE)"),
+            ((layer.xai_temperature_len or 0) > 0, "a temperature that depends on position"),
+            (layer.pos_encoding_mode != "NONE", f"position encoding {layer.pos_encoding_mode} in the logits"),
+        ):
+            if odd:
+                raise UnsupportedError(f"attention layer {layer.layer_id} uses {what}, which the meter does not follow")
 
 
 def check_pool(pool: Any, packed: bool = False) -> None:
