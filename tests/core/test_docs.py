@@ -230,7 +230,6 @@ def test_the_version_of_sglang_is_the_one_that_is_accepted():
 
 
 REFUSED = {
-    "tp_size": ("tensor", "parallelism"),
     "pp_size": ("pipeline", "parallelism"),
     "dp_size": ("data", "parallelism"),
     "dcp_size": ("context parallelism",),

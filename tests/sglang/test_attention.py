@@ -55,6 +55,7 @@ class Engine:
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.requests, token_to_kv_pool=self.pool)
         geometry = Geometry(
             backend="test",
+            total_qo_heads=HQ,
             layers=tuple(range(LAYERS)),
             num_qo_heads=HQ,
             num_kv_heads=HKV,
@@ -334,8 +335,8 @@ def test_a_certified_step_serves_what_it_certified(name: str) -> None:
                 assert torch.allclose(outputs[layer][i].double(), out, atol=1e-4)
                 assert ((exact - compressed).abs().sum(-1) / 2 <= cells.meter[i]).all()
                 assert ((exact_out - out).norm(dim=-1) <= cells.out_bound[i]).all()
-    repaired = sum(outcome.repaired_blocks for _, outcome in step.verdicts)
-    assert all((outcome.status == CellStatus.CERTIFIED).all() for _, outcome in step.verdicts)
+    repaired = sum(outcome.repaired_blocks for outcome in step.verdicts)
+    assert all((outcome.status == CellStatus.CERTIFIED).all() for outcome in step.verdicts)
     assert repaired <= 2 * LAYERS * HKV * 14
 
 
@@ -345,8 +346,8 @@ def test_a_block_is_paged_in_at_most_once() -> None:
     moved = Counter()
     for _ in range(4):
         step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
-        for index, outcome in step.verdicts:
-            moved[index] += outcome.repaired_bytes
+        for outcome in step.verdicts:
+            moved[outcome.index] += outcome.repaired_bytes
     per_token = 2 * D * 4
     for index, count in enumerate(engine.lens):
         assert 0 < moved[index] <= LAYERS * HKV * count * per_token
@@ -358,7 +359,7 @@ def test_rows_over_a_quantized_prefix_are_gated_too() -> None:
     step, queries, outputs = engine.step([6, 5], ForwardMode.EXTEND)
     assert len(step.rows) == 11
     assert all((cells.meter <= 0.2).all() for cells in step.layers.values())
-    assert sum(outcome.repaired_blocks for _, outcome in step.verdicts) > 0
+    assert sum(outcome.repaired_blocks for outcome in step.verdicts) > 0
     token = 0
     for i, (old, new) in enumerate(((9, 6), (14, 5))):
         k, v = engine.stored(1, i, old)
@@ -373,11 +374,11 @@ def test_without_copies_a_step_is_not_certified_and_says_so() -> None:
     engine = gated("int2_token_group", shadow_bytes=LAYERS * HKV * 2 * D * 4 * 3)  # room for three slots
     engine.step([17, 31], ForwardMode.EXTEND)
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
-    reasons = {outcome.gave_up for _, outcome in step.verdicts}
+    reasons = {outcome.gave_up for outcome in step.verdicts}
     assert any("gone from the shadow" in reason for reason in reasons)
     worst = max(cells.meter.max() for cells in step.layers.values())
     assert worst > 0.2
-    assert any((outcome.status == CellStatus.NOT_CERTIFIED).any() for _, outcome in step.verdicts)
+    assert any((outcome.status == CellStatus.NOT_CERTIFIED).any() for outcome in step.verdicts)
 
 
 def test_the_page_in_budget_is_kept() -> None:
@@ -387,21 +388,21 @@ def test_the_page_in_budget_is_kept() -> None:
     moved = Counter()
     for _ in range(3):
         step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
-        for index, outcome in step.verdicts:
-            moved[index] += outcome.repaired_bytes
+        for outcome in step.verdicts:
+            moved[outcome.index] += outcome.repaired_bytes
     assert max(moved.values()) <= budget
-    assert any("budget" in outcome.gave_up for _, outcome in step.verdicts)
+    assert any("budget" in outcome.gave_up for outcome in step.verdicts)
 
 
 def test_the_ranking_gate_touches_saturated_cells_only() -> None:
     engine = gated("int8_token_group", kind="risk_ranked")
     engine.step([17, 31], ForwardMode.EXTEND)
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
-    assert all(outcome.repaired_blocks == 0 for _, outcome in step.verdicts)
+    assert all(outcome.repaired_blocks == 0 for outcome in step.verdicts)
     engine = gated("int2_token_group", kind="risk_ranked")
     engine.step([17, 31], ForwardMode.EXTEND)
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
-    assert any(outcome.repaired_blocks for _, outcome in step.verdicts)
+    assert any(outcome.repaired_blocks for outcome in step.verdicts)
 
 
 def test_gated_measurements_equal_ungated_ones_where_nothing_was_repaired() -> None:

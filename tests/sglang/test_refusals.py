@@ -150,7 +150,6 @@ def test_plain_options_pass() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "named"),
     [
-        ("tp_size", 2, "tensor parallelism"),
         ("pp_size", 2, "pipeline"),
         ("dp_size", 2, "data parallelism"),
         ("speculative_algorithm", "EAGLE", "speculative decoding"),
@@ -168,6 +167,12 @@ def test_plain_options_pass() -> None:
 def test_options_refused_by_name(option: str, value: object, named: str) -> None:
     with pytest.raises(UnsupportedError, match=named):
         support.check_server(SimpleNamespace(**{**FINE, option: value}))
+
+
+def test_an_abort_on_several_ranks_is_refused() -> None:
+    support.check_gate(True, "serve", SimpleNamespace(tp_size=2))
+    with pytest.raises(UnsupportedError, match="part ways"):
+        support.check_gate(True, "abort", SimpleNamespace(tp_size=2))
 
 
 def test_packed_storage_where_nothing_reads_codes() -> None:

@@ -14,14 +14,14 @@ def banner(runtime: Runtime, *, metrics_on: bool) -> str:
     """Several lines for the server's log."""
     status, policy, geometry = runtime.status(), runtime.policy, runtime.geometry
     metered, quantized = status["layers_metered"], status["layers_quantized"]
-    cells = len(metered) * geometry.num_qo_heads
+    cells = len(metered) * geometry.total_qo_heads
     claim = (
         "probabilistic, non-adaptive queries; tier W beside it" if runtime.uses_dither else "deterministic, any query"
     )
     lines = [
         f"WitCert meters this server: {status['quantizer']} in a {status['pool_dtype']} pool, {geometry.backend}",
         f"  cells a metered row : {cells} ({len(metered)} of {len(geometry.layers)} layers "
-        f"x {geometry.num_qo_heads} query heads)",
+        f"x {geometry.total_qo_heads} query heads{on_ranks(status['num_ranks'])})",
         f"  tier                : {status['tier']} ({claim})",
         f"  rows                : every {ordinal(policy.meter.stride)} decode row of a request, the last of a chunk "
         f"that reads the cache and every {ordinal(policy.meter.stride)} before it, at most {policy.meter.max_rows}",
@@ -34,6 +34,10 @@ def banner(runtime: Runtime, *, metrics_on: bool) -> str:
     ]
     lines += [f"  not metered         : {why}" for why in not_metered(runtime, metered, quantized)]
     return "\n".join(lines)
+
+
+def on_ranks(count: int) -> str:
+    return "" if count == 1 else f" on {count} ranks"
 
 
 def ordinal(n: int) -> str:

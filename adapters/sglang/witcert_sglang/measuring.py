@@ -9,7 +9,7 @@ from torch import Tensor
 
 from witcert_core.meter import CellBatch, Radii, measure
 from witcert_core.repair import BlockRepairer, LayerCall, RequestRows
-from witcert_sglang.results import StepCells
+from witcert_sglang.results import StepCells, Verdict
 from witcert_sglang.rows import RowPlan
 
 
@@ -74,7 +74,9 @@ def gate(
         tokens = plan.tokens[numbers]
         for head, output in outcome.outputs.items():
             outputs[tokens, head * group : (head + 1) * group] = output.to(outputs.dtype)
-        step.verdicts.append((index, outcome))
+        step.verdicts.append(
+            Verdict(index, outcome.status, outcome.repaired_blocks, outcome.repaired_bytes, outcome.gave_up)
+        )
         found.append(outcome.cells)
         if outcome.witness_cells is not None:
             certain.append(outcome.witness_cells)

@@ -23,6 +23,7 @@ from witcert_sglang.backend import metered_factory
 from witcert_sglang.banner import banner
 from witcert_sglang.geometry import read_geometry, rotary_dim
 from witcert_sglang.hooks import Hook, register
+from witcert_sglang.ranks import attention_ranks
 from witcert_sglang.results import streamer_class
 from witcert_sglang.runtime import Runtime
 
@@ -97,6 +98,7 @@ class Installation:
 
         args = resolved_view(server_args)
         refuse_on_error(support.check_server, args)
+        refuse_on_error(support.check_gate, self.policy.repairs, self.policy.gate.on_exhausted, args)
         refuse_on_error(support.check_storage, self.policy.quantizer.storage, args)
         config = model_config(server_args)
         refuse_on_error(support.check_model, config, args.attention_backend, args.kv_cache_dtype, args.device)
@@ -126,8 +128,9 @@ class Installation:
             support.check_layers(runner.model, runner.token_to_kv_pool.layer_num)
             support.check_pool(runner.token_to_kv_pool, self.policy.quantizer.storage == "packed")
             metrics = Metrics() if self.policy.report.prometheus and "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
-            geometry = read_geometry(runner, backend)
-            self.runtime = Runtime(self.policy, self.quantizer, geometry, runner.token_to_kv_pool, metrics)
+            ranks = attention_ranks()
+            geometry = read_geometry(runner, backend, ranks.rank, ranks.size)
+            self.runtime = Runtime(self.policy, self.quantizer, geometry, runner.token_to_kv_pool, metrics, ranks)
         return self.runtime
 
     def after_cell_size(self, result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
@@ -172,7 +175,8 @@ class Installation:
 
     def after_init_info(self, result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         runtime = self.live_runtime()
-        print(banner(runtime, metrics_on="PROMETHEUS_MULTIPROC_DIR" in os.environ), file=sys.stderr, flush=True)
+        if runtime.ranks.reports:
+            print(banner(runtime, metrics_on="PROMETHEUS_MULTIPROC_DIR" in os.environ), file=sys.stderr, flush=True)
         return {**result, "witcert": runtime.status()}
 
     def live_runtime(self) -> Runtime:

@@ -21,6 +21,7 @@ from witcert_core.report.summary import RequestLedger
 from witcert_sglang.calls import AttentionCall, Coded
 from witcert_sglang.geometry import Geometry
 from witcert_sglang.packed import PackedStorage
+from witcert_sglang.ranks import Ranks
 from witcert_sglang.results import StepCells
 from witcert_sglang.rows import RowPlan, RowPlanner
 from witcert_sglang.simulated import SimulatedCache
@@ -32,12 +33,19 @@ class Runtime:
     """State of the metered scheduler process; built when the attention backend is, once the pool exists."""
 
     def __init__(
-        self, policy: Policy, quantizer: Quantizer, geometry: Geometry, pool: Any, metrics: Metrics | None
+        self,
+        policy: Policy,
+        quantizer: Quantizer,
+        geometry: Geometry,
+        pool: Any,
+        metrics: Metrics | None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.policy = policy
         self.quantizer = quantizer
         self.geometry = geometry
         self.pool = pool
+        self.ranks = ranks or Ranks(0, 1, None, 0)
         meter = policy.meter
         self.quantized_layers = frozenset(policy.quantizer.layers_of(geometry.layers))
         self.metered_layers = frozenset(meter.layers_of(geometry.layers))
@@ -52,22 +60,23 @@ class Runtime:
         self.budget = Budget(
             delta=meter.delta,
             num_layers=len(self.metered_layers),
-            num_qo_heads=geometry.num_qo_heads,
+            num_qo_heads=geometry.total_qo_heads,
             declared_rows=meter.declared_rows,
         )
         self.ledger = RequestLedger(
             policy,
             engine="sglang",
             num_layers=len(geometry.layers),
-            num_qo_heads=geometry.num_qo_heads,
+            num_qo_heads=geometry.total_qo_heads,
             layers_excluded={
                 layer: "left out by meter.layers" for layer in geometry.layers if layer not in self.metered_layers
             },
-            jsonl=JsonlWriter(policy.report.jsonl) if policy.report.jsonl else None,
-            metrics=metrics,
+            jsonl=JsonlWriter(policy.report.jsonl) if policy.report.jsonl and self.ranks.reports else None,
+            metrics=metrics if self.ranks.reports else None,
         )
         # The nonce makes the rows of two runs differ; it need not be remembered, the codes die with the pool.
-        self.dither_key = DitherKey(seed=0, nonce=secrets.randbits(63), dp_rank=0)
+        nonce = self.ranks.from_root(secrets.randbits(63))
+        self.dither_key = DitherKey(seed=0, nonce=nonce, dp_rank=0)
         self.row_ids = torch.zeros(geometry.num_slots, dtype=torch.int64)  # row 0: never written
         self.passes = 0
         self.step: StepCells | None = None
@@ -90,8 +99,9 @@ class Runtime:
                 f"{self.attention_calls} metered attention calls in a pass over {len(self.geometry.layers)} layers: "
                 "some attention bypasses the meter, so nothing is served"
             )
+        step = self.ranks.collect(self.step) if self.step is not None else None
         if output.logits_output is not None:
-            output.logits_output.witcert_step = self.step
+            output.logits_output.witcert_step = step
         self.step = self.plan = None
         return output
 
@@ -180,6 +190,8 @@ class Runtime:
         """The summary of a finished request; its counts are forgotten."""
         self.planner.forget(req.rid)
         self.cache.forget(req.rid)
+        if not self.ranks.reports:
+            return {}
         reason = req.finished_reason.to_json().get("type") if req.finished_reason else "unknown"
         return self.ledger.finish(req.rid, str(reason))
 
@@ -192,7 +204,8 @@ class Runtime:
             "backend": g.backend,
             "pool_dtype": str(g.pool_dtype).removeprefix("torch."),
             "num_layers": len(g.layers),
-            "num_qo_heads": g.num_qo_heads,
+            "num_qo_heads": g.total_qo_heads,
+            "num_ranks": self.ranks.size,
             "layers_metered": sorted(self.metered_layers),
             "layers_quantized": sorted(self.quantized_layers),
             "stride": self.policy.meter.stride,

@@ -23,7 +23,6 @@ HEAD_DIMS = range(16, 257, 16)
 
 # Server option -> (value that is fine, why the rest is refused).
 _REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
-    "tp_size": (1, "tensor parallelism: heads of other ranks would be missing from the report"),
     "pp_size": (1, "pipeline parallelism: layers of other ranks would be missing from the report"),
     "dp_size": (1, "data parallelism: requests of other replicas would be missing from the report"),
     "dcp_size": (1, "decode context parallelism: a rank sees a part of the tokens only"),
@@ -89,6 +88,14 @@ def check_server(args: Any) -> None:
     if args.device != "cpu" and not args.disable_cuda_graph:
         raise UnsupportedError(
             "CUDA graphs: replayed passes run no Python, so nothing would be measured; add --disable-cuda-graph"
+        )
+
+
+def check_gate(kind_repairs: bool, on_exhausted: str, args: Any) -> None:
+    """Raise UnsupportedError for an abort that only one rank's scheduler would know of."""
+    if kind_repairs and on_exhausted == "abort" and args.tp_size > 1:
+        raise UnsupportedError(
+            f"gate.on_exhausted: abort with --tp-size {args.tp_size}: the ranks' schedulers would part ways; use serve"
         )
 
 
