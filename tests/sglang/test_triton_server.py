@@ -15,7 +15,7 @@ pytestmark = pytest.mark.sglang
 def test_triton_backend(checkpoint: Path, tmp_path: Path, reads: str) -> None:
     policy = write_policy(
         tmp_path / "policy.yaml",
-        quantizer={"name": "int4_token_group"},
+        quantizer={"name": "int8_token_group"},
         prefill_reads=reads,
         meter={"stride": 1, "audit_every": 1, "max_rows": 4},
     )
