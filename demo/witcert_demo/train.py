@@ -1,6 +1,6 @@
 """Train the retrieval model: ``python -m witcert_demo.train --out DIR --seed 0 --threads 1``.
 
-AdamW over the curriculum, loss on answer tokens only, about half an hour on one CPU core. The run ends with
+AdamW over the curriculum, loss on answer tokens only, less than an hour on one CPU core. The run ends with
 an evaluation and a Hugging Face checkpoint in DIR, beside it ``training.json``: command, seed, versions, wall
 time and accuracies. The state is saved on the way; the same command with ``--resume`` goes on from there, to
 the same weights as an unbroken run with the same thread count on the same machine.
