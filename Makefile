@@ -19,20 +19,25 @@ SOURCES := pyproject.toml demo/pyproject.toml $(ADAPTER)/pyproject.toml
 
 export SGLANG_USE_CPU_ENGINE := 1
 export HF_HUB_OFFLINE := 1
+# Small tensors: a second thread costs more than it gives, and spins while another process needs the core.
+export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint test-core test-sglang envs clean
+.PHONY: demo test lint lean test-core test-sglang envs clean
 
 demo: $(ENVS)/sglang/.ready
 	@$(SGLANG)/python -m witcert_demo
 
-test: lint test-core test-sglang
+test: lint lean test-core test-sglang
 
 lint: $(ENVS)/core/.ready
 	$(CORE)/ruff check .
 	$(CORE)/mypy
 
+lean: $(ENVS)/core/.ready
+	lean/check.sh $(CORE)/python
+
 test-core: $(ENVS)/core/.ready
-	$(CORE)/python -m pytest tests/core tests/demo
+	$(CORE)/python -m pytest tests/core tests/demo tests/lean
 
 test-sglang: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m pytest tests/sglang

@@ -132,8 +132,11 @@ def _output_fields(acc: Tensor, p: Tensor, v: Tensor, rho: Tensor, has_sink: boo
     weight = p.reshape(kv_heads, heads // kv_heads, -1)
     out = torch.einsum("kgs,skd->kgd", weight, value)
     square = value.square().sum(dim=-1)
-    offset = value.permute(1, 0, 2)[:, None] - out[:, :, None]
-    distance = torch.linalg.vector_norm(offset, dim=-1).amax(dim=-1)
+    # ||v - o||^2 expanded, to avoid a tensor [H, S, Dv]; what cancels is added back.
+    own = out.square().sum(dim=-1)[:, :, None]
+    reach = square.T[:, None] + own
+    distance = (reach - 2.0 * torch.einsum("kgd,skd->kgs", out, value)).clamp(min=0.0) + reach * 2.0**-40
+    distance = distance.sqrt().nan_to_num(nan=float("inf"), posinf=float("inf")).amax(dim=-1)
     fields = {
         AccField.V2: torch.einsum("kgs,sk->kgs", weight, square).sum(dim=-1) * up,
         AccField.RHO1: torch.einsum("kgs,sk->kgs", weight, radius).sum(dim=-1) * up,

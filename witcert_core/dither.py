@@ -29,6 +29,11 @@ _KEY_STEP = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 _FP16_MAX = 65504.0
 
+HALF_STEP_MARGIN = 1.0 + 2.0**-15
+"""A dequantized key in fp32 may be this much more than half a step away: division, sum and product round."""
+_NORM_UP = 1.0 + 2.0**-40
+"""Covers the float64 rounding of a norm over one group."""
+
 
 def _mul_hi_lo(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of ``a * multiplier``, both uint32 values held in int64.
@@ -93,6 +98,14 @@ def rows(key: DitherKey, row_ids: Tensor, layer: int, head_ids: Sequence[int], h
     The counter is ``(row id, layer, head, channel // 16)``; byte ``channel % 16`` of its 16 little-endian
     output bytes is ``j``.
     """
+    for name, value in (("layer", layer), *(("head id", x) for x in head_ids)):
+        if not 0 <= value <= _WORD:
+            raise InputError(f"{name} is {value}; it must be a uint32 counter word")
+    if row_ids.numel() and not 0 <= int(row_ids.min()) <= int(row_ids.max()) <= MAX_ROW_ID:
+        raise InputError(
+            f"row ids run from {int(row_ids.min())} to {int(row_ids.max())}; "
+            f"beyond 0..{MAX_ROW_ID} a row would repeat, so refuse the write"
+        )
     device = row_ids.device
     blocks = -(-head_dim // 16)
     ids = row_ids.to(torch.int64).reshape(-1, 1, 1)
@@ -187,12 +200,12 @@ def group_witness_codes(exact: Tensor, stored: Tensor, scales: Tensor, group: in
     norm = torch.linalg.vector_norm(grouped, dim=-1)
     unit = _witness_unit(scales, group)
     known = (unit > 0) & unit.isfinite()
-    steps = torch.ceil(norm / torch.where(known, unit, 1.0) * (1.0 + 2.0**-40))
+    steps = torch.ceil(norm / torch.where(known, unit, 1.0) * _NORM_UP)
     # An infinite scale reads back as an infinite norm whatever the code; scale 0 stored an exact 0.
     code = torch.where(known, steps, torch.where(norm == 0, 0.0, torch.where(unit > 0, 255.0, float("inf"))))
     # Rounding of the dequantized key to float32 may carry a full half-step residual just past code 255;
     # decode_group_witness adds that margin.
-    limit = 255.0 * (1.0 + 2.0**-15)
+    limit = 255.0 * HALF_STEP_MARGIN * _NORM_UP
     over = known & ~(norm <= unit * limit) | (~known & code.isinf())
     if bool(over.any()):
         raise InputError(
@@ -205,5 +218,5 @@ def group_witness_codes(exact: Tensor, stored: Tensor, scales: Tensor, group: in
 def decode_group_witness(codes: Tensor, scales: Tensor, group: int = GROUP) -> Tensor:
     """Upper bound of each group's residual norm, float64 ``[N, H, Gr]``; infinite where the scale is."""
     unit = _witness_unit(scales, group)
-    value = codes.to(torch.float64) * unit * (1.0 + 2.0**-15)
+    value = codes.to(torch.float64) * unit * (HALF_STEP_MARGIN * _NORM_UP**2)
     return torch.where(unit.isfinite(), value, float("inf"))

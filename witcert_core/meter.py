@@ -12,18 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from witcert_core.accumulate import accumulate
-from witcert_core.bounds import FORM_NAMES, FORMS, extremal, meter
+from witcert_core.bounds import FORM_NAMES
+from witcert_core.cells import Terms, bounds_of, kernel_radius, stack_terms, sum_terms
 from witcert_core.errors import InputError
-from witcert_core.layout import NUM_ACC_FIELDS, AccField
-from witcert_core.output import output_bound
-from witcert_core.radii import CAST_16BIT, arithmetic_radius
+from witcert_core.layout import AccField
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
-
-SOFTMAX_FP32 = 2.0**-20
-"""Logit error that stands for exponentials, their fp32 sum and the division by it."""
-SOFTCAP_FP32 = 2.0**-21
-"""Error of ``cap * tanh(z / cap)`` in fp32, as a share of the cap."""
 
 
 @dataclass(frozen=True)
@@ -109,18 +102,18 @@ def measure(
     Raises:
         InputError: shapes that do not fit, a row that sees nothing, an unknown form, an audit without keys.
     """
-    _check(q, k_cache, v_cache, kv_indptr, delta_loc, form, exact_k, audit_rows)
+    _check(q, k_cache, v_cache, kv_indptr, kv_indices, delta_loc, form, exact_k, audit_rows)
     bounds = kv_indptr.tolist()
     num_rows, heads = q.shape[0], q.shape[1]
     device = q.device
-    acc = torch.empty(num_rows, heads, NUM_ACC_FIELDS, dtype=torch.float64, device=device)
-    value = torch.empty(num_rows, heads, dtype=torch.float64, device=device)
-    which = torch.empty(num_rows, heads, dtype=torch.int64, device=device)
-    out, norm = torch.empty_like(value), torch.empty_like(value)
+    parts: list[Terms] = []
     visible = torch.empty(num_rows, dtype=torch.int64, device=device)
     audited = audit_rows.tolist() if audit_rows is not None else [False] * num_rows
-    truth = torch.full_like(value, float("nan")) if any(audited) else None
+    truth = None
+    if any(audited):
+        truth = torch.full((num_rows, heads), float("nan"), dtype=torch.float64, device=device)
     scale = abs(sm_scale)
+    sixteen_bit = k_cache.element_size() <= 2 or q.element_size() <= 2
 
     for r in range(num_rows):
         slots = kv_indices[bounds[r] : bounds[r + 1]].to(torch.int64)
@@ -132,49 +125,28 @@ def measure(
         k, v, row = k_cache[slots], v_cache[slots].to(torch.float64), q[r].to(torch.float64)
         logits = attention_logits(row, k.to(torch.float64), sm_scale, logits_soft_cap)
         c = radii.key_radius(row, slots, scale, float(delta_loc[r])).to(torch.float64)
-        omega = arithmetic_radius(row, k, scale) + SOFTMAX_FP32 + max(logits_soft_cap, 0.0) * SOFTCAP_FP32
-        if k_cache.element_size() <= 2 or q.element_size() <= 2:
-            omega = omega + CAST_16BIT
-        if fused:
-            c = c + omega
-        acc[r] = accumulate(logits, c, v, radii.value_radius(slots), sinks)
-        tv, which[r] = _bound(form, acc[r], logits, c, sinks)
-        # Fused weights differ from the bounded ones only in the sink, which carries no radius of its own.
-        sink_error = torch.full_like(tv, 0.0 if sinks is None else SOFTMAX_FP32)
-        extra = torch.tanh(0.5 * (sink_error if fused else omega.amax(dim=-1)))
-        value[r] = (tv + extra).clamp(max=1.0)
-        weights = softmax_with_sink(logits, sinks)[:, : slots.numel()]
-        norm[r] = _output_norm(weights, v)
-        out[r] = output_bound(acc[r], tv, norm[r], has_sink=sinks is not None, extra_tv=extra)
+        omega = kernel_radius(row, k, scale, logits_soft_cap, sixteen_bit)
+        rho = radii.value_radius(slots)
+        parts.append(sum_terms(logits, c, omega, v, rho, sinks=sinks, form=form, fused=fused))
         if truth is not None and audited[r] and exact_k is not None:
-            truth[r] = _audit(q[r], k, exact_k[slots], sm_scale, logits_soft_cap, sinks)
+            truth[r] = true_tv(q[r], k, exact_k[slots], sm_scale, logits_soft_cap, sinks)
 
-    spent = torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=device)
-    return CellBatch(acc, value, which, acc[..., AccField.LOG_A].clone(), out, norm, visible, truth, spent)
-
-
-def _bound(form: str, acc: Tensor, logits: Tensor, c: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Clipped bound and form index, both ``[H]``."""
-    if form == "auto":
-        return meter(acc)
-    if form == "extremal":
-        weights = softmax_with_sink(logits, sinks)
-        padded = torch.nn.functional.pad(c, (0, weights.shape[-1] - c.shape[-1]))
-        value = extremal.bound(weights, padded)
-    else:
-        value = FORMS[form](acc)
-    return value.clamp(max=1.0), torch.full_like(value, FORM_NAMES.index(form), dtype=torch.int64)
+    terms = stack_terms(parts, num_rows, heads, device)
+    meter, which, out = bounds_of(terms, form, sinks is not None)
+    return CellBatch(
+        acc=terms.acc,
+        meter=meter,
+        form=which,
+        log_a=terms.acc[..., AccField.LOG_A].clone(),
+        out_bound=out,
+        out_norm=terms.norm,
+        num_visible=visible,
+        tv_audit=truth,
+        delta_loc=torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=device),
+    )
 
 
-def _output_norm(weights: Tensor, v: Tensor) -> Tensor:
-    """``||sum p~ v~||`` per query head, ``[H]``."""
-    heads, kv_heads = weights.shape[0], v.shape[1]
-    grouped = weights.reshape(kv_heads, heads // kv_heads, -1)
-    out = torch.einsum("kgs,skd->kgd", grouped, v).reshape(heads, -1)
-    return out.square().sum(dim=-1).sqrt()
-
-
-def _audit(
+def true_tv(
     q: Tensor, stored: Tensor, exact: Tensor, sm_scale: float, soft_cap: float, sinks: Tensor | None
 ) -> Tensor:
     """True TV ``[H]``: exact weights in float64 against compressed ones in float32, as in an engine."""
@@ -188,6 +160,7 @@ def _check(
     k_cache: Tensor,
     v_cache: Tensor,
     kv_indptr: Tensor,
+    kv_indices: Tensor,
     delta_loc: Sequence[float],
     form: str,
     exact_k: Tensor | None,
@@ -208,6 +181,20 @@ def _check(
         raise InputError(
             f"{q.shape[0]} rows need kv_indptr of {q.shape[0] + 1} and delta_loc of {q.shape[0]} entries, "
             f"not {kv_indptr.numel()} and {len(delta_loc)}"
+        )
+    if (
+        bool((kv_indptr.diff() < 0).any())
+        or not 0 <= int(kv_indptr[0]) <= int(kv_indptr[-1]) <= kv_indices.numel()
+    ):
+        raise InputError(
+            f"kv_indptr runs from {int(kv_indptr[0])} to {int(kv_indptr[-1])} over {kv_indices.numel()} indices; "
+            "it must rise from at least 0 to at most their number"
+        )
+    used = kv_indices[int(kv_indptr[0]) : int(kv_indptr[-1])]
+    if bool(((used < 0) | (used >= k_cache.shape[0])).any()):
+        raise InputError(
+            f"kv_indices run from {int(used.min())} to {int(used.max())}; "
+            f"the cache has slots 0..{k_cache.shape[0] - 1}"
         )
     if form != "auto" and form not in FORM_NAMES:
         raise InputError(f"form is {form!r}; allowed are auto, {', '.join(FORM_NAMES)}")

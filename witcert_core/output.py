@@ -22,7 +22,7 @@ def output_bound(
     Args:
         acc: ``[..., 16]`` accumulators with their output fields. ``V_RADIUS`` is around 0 or around ``o~``.
         tv: ``[...]`` a bound on TV from the same weights and radii.
-        o_norm: ``[...]`` ``||o~||`` of the same weights, sink included.
+        o_norm: ``[...]`` ``||o~||`` of the same weights, sink included, known to the slack of ``acc``.
         has_sink: a learned sink takes part.
         extra_tv: further TV between the accumulators' weights and the kernel's, 0 when they are the same.
 
@@ -46,7 +46,8 @@ def output_bound(
 
     moved = torch.minimum(by_mass.nan_to_num(nan=float("inf")), by_variance.nan_to_num(nan=float("inf")))
     total = moved + torch.as_tensor(extra_tv, dtype=torch.float64, device=acc.device) * diameter + rho1
-    return (total * RESULT_UP).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    total = torch.where(norm.isfinite(), total * RESULT_UP, float("inf"))
+    return total.nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
 def relative_output_bound(absolute: Tensor, o_norm: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from witcert_core.hooks import gate_registry, quantizer_registry
 from witcert_core.policy_errors import describe_validation_error
 from witcert_core.policy_yaml import PolicyLoader
 from witcert_core.quantizers import Quantizer
-from witcert_core.quantizers.base import Tier
+from witcert_core.quantizers.base import DitheredQuantizer, Tier
 
 MAX_LAYER = 65_535
 _RANGE = re.compile(r"(\d+)\s*-\s*(\d+)")
@@ -81,6 +81,7 @@ class QuantizerSettings(_Section):
 
     name: str
     params: dict[str, Any] = Field(default_factory=dict)
+    storage: Literal["simulated", "packed"] = "simulated"
     layers: Layers = None
 
     def layers_of(self, model_layers: Sequence[int]) -> tuple[int, ...]:
@@ -115,6 +116,7 @@ class GateSettings(_Section):
     risk_tau: float = Field(default=5.0, gt=0)
     block_size: int = Field(default=16, ge=1)
     max_pagein_bytes: int | None = Field(default=None, ge=0)
+    shadow_bytes: int | None = Field(default=None, ge=1)
     on_exhausted: Literal["serve", "abort"] = "serve"
 
 
@@ -149,6 +151,7 @@ class Policy(_Section):
         with _at_key("gate.kind"):
             self._gate = gate_registry().build(self.gate.kind, self.gate.model_dump())
         self._check_tier()
+        self._check_storage()
         self._force_stride()
         if self.report.cells != "none" and self.report.jsonl is None:
             raise ValueError(
@@ -162,6 +165,25 @@ class Policy(_Section):
             raise ValueError(
                 f"meter.tier: is 'dither', but quantizer {self.quantizer.name!r} has no dither law; "
                 "allowed: 'auto', 'witness', or a dithered quantizer such as 'int8_dither'"
+            )
+
+    def _check_storage(self) -> None:
+        if self.quantizer.storage == "simulated":
+            return
+        if not isinstance(self._quantizer, DitheredQuantizer):
+            raise ValueError(
+                f"quantizer.storage: is 'packed', but quantizer {self.quantizer.name!r} has no packed layout; "
+                "allowed: 'simulated', or a dithered quantizer such as 'int8_dither'"
+            )
+        if self.quantizer.layers is not None:
+            raise ValueError(
+                "quantizer.storage: is 'packed', but quantizer.layers names some layers only; the packed cache holds "
+                "every layer: set quantizer.layers to null or storage to 'simulated'"
+            )
+        if self._gate.repairs:
+            raise ValueError(
+                f"quantizer.storage: is 'packed', but gate {self.gate.kind!r} repairs; a packed cache has no room for "
+                "exact blocks: set gate.kind to 'observe' or storage to 'simulated'"
             )
 
     def _force_stride(self) -> None:

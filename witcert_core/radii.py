@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.bands import BandMap, group_map
-from witcert_core.dither import GRID_BITS, GROUP, decode_group_witness
+from witcert_core.dither import GRID_BITS, GROUP, HALF_STEP_MARGIN, decode_group_witness
 from witcert_core.errors import BudgetError, InputError
 from witcert_core.witness import decode_norm
 
@@ -85,7 +85,7 @@ def radius_dither(
     abs_sum = torch.zeros(*q.shape[:-1], bands.num_bands, dtype=torch.float64, device=q.device)
     abs_sum = abs_sum.index_add(-1, bands.channel_band.to(q.device), q64.abs())
     l1 = _contract(abs_sum, s, sm_scale)
-    certain = 0.5 * l1 * (1.0 + 2.0**-15)
+    certain = 0.5 * l1 * HALF_STEP_MARGIN
     if delta_loc == 0.0:
         return certain
     if num_visible < 1:
@@ -123,9 +123,10 @@ def _contract(per_query: Tensor, per_token: Tensor, sm_scale: float) -> Tensor:
     if not math.isfinite(sm_scale):
         raise InputError(f"sm_scale is {sm_scale}; it must be finite")
     grouped = per_query.reshape(kv_heads, heads // kv_heads, -1)
-    token_unknown = ~per_token.isfinite().all(dim=-1)
-    query_unknown = ~grouped.isfinite().all(dim=-1)
-    total = torch.einsum("kgb,skb->kgs", grouped, torch.where(per_token.isfinite(), per_token, 0.0))
+    # All terms are non-negative, so their sum is finite only if each is.
+    token_unknown = ~per_token.sum(dim=-1).isfinite()
+    query_unknown = ~grouped.sum(dim=-1).isfinite()
+    total = torch.einsum("kgb,skb->kgs", grouped, per_token)
     unknown = token_unknown.T[:, None, :] | query_unknown[:, :, None]
     total = torch.where(unknown, float("inf"), total * (abs(sm_scale) * _UP))
     return total.reshape(heads, -1)

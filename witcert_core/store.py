@@ -18,6 +18,7 @@ from torch import Tensor
 from witcert_core.bands import BandMap
 from witcert_core.dither import group_witness_codes
 from witcert_core.errors import UnsupportedError
+from witcert_core.packed import half_step_radius
 from witcert_core.quantizers.base import Encoded, Quantizer
 from witcert_core.radii import radius_dither, radius_group_witness, radius_witness
 from witcert_core.witness import decode_norm, encode_norm_up, value_codes, witness_codes
@@ -28,17 +29,12 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 def dithered_value_radius(encoded: Encoded, stored: Tensor) -> Tensor:
-    """rho [N, Hkv] float64 that the scales alone promise: (1 + 2^-13) sqrt(sum_g n_g s_g^2) / 2, plus the storage rounding.
+    """rho [N, Hkv] float64: what the scales alone promise, plus the storage rounding.
 
-    n_g channels in group g. The packed layout keeps no norm of V's residual, so neither does its stand-in here.
+    The packed layout keeps no norm of V's residual, so neither does its stand-in here.
     """
-    head_dim = encoded.values.shape[-1]
-    num_groups = encoded.scales.shape[-1]
-    sizes = torch.full((num_groups,), 32.0, dtype=torch.float64)
-    sizes[-1] = head_dim - 32 * (num_groups - 1)
-    half_steps = (sizes * encoded.scales.double().square()).sum(-1).sqrt() / 2
     rounding = (stored.double() - encoded.values.double()).square().sum(-1).sqrt()
-    return half_steps * (1 + 2.0**-13) + rounding
+    return half_step_radius(encoded.scales, encoded.values.shape[-1]) + rounding
 
 
 @dataclass
@@ -80,6 +76,26 @@ class LayerSlots:
     def value_radius(self, slots: Tensor) -> Tensor:
         """rho [S, Hkv] float64 >= ||stored v - exact v||."""
         return decode_norm(self.value_witness[slots])
+
+    def head(self, kv_head: int) -> LayerSlots:
+        """The same side tensors for one KV head only (Hkv = 1), sharing memory with these."""
+        only = slice(kv_head, kv_head + 1)
+        return LayerSlots(
+            self.bands,
+            self.value_witness[:, only],
+            *(None if t is None else t[:, only] for t in (self.witness, self.scales, self.group_witness)),
+        )
+
+    def is_exact(self, slots: Tensor) -> Tensor:
+        """bool [S]: whether keys and values of every head here have radius 0 in `slots` [S]."""
+        exact = torch.ones(slots.numel(), dtype=torch.bool, device=slots.device)
+        for tensor in self.tensors():
+            exact &= (tensor[slots] == 0).flatten(1).all(1)
+        return exact
+
+    def mark_exact(self, slots: Tensor) -> None:
+        """The cache holds exactly what the run handed over in `slots`."""
+        self.fill(slots, EXACT_CODE)
 
     def fill(self, slots: Tensor, code: int) -> None:
         """Mark `slots` exact (EXACT_CODE) or unknown (UNKNOWN_CODE)."""
@@ -217,6 +233,14 @@ class SlotStore:
         if layer in self.exact_k:
             self.exact_k[layer][slots] = exact_k.to(self.storage_dtype)
             self.exact_v[layer][slots] = exact_v.to(self.storage_dtype)
+
+    def move(self, target: Tensor, source: Tensor) -> None:
+        """The engine copied rows of its pool, all layers: `source` [N] onto `target` [N]; what is known goes along."""
+        for side in self._layers.values():
+            for tensor in side.tensors():
+                tensor[target] = tensor[source]
+        for kept in (*self.exact_k.values(), *self.exact_v.values()):
+            kept[target] = kept[source]
 
     def mark_exact(self, layer: int, slots: Tensor) -> None:
         """The pool holds exactly what the run handed over in `slots` (radius 0)."""

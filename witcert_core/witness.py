@@ -47,8 +47,7 @@ def encode_norm_up(norms: Tensor) -> Tensor:
     value = norms.to(torch.float64)
     # right=False: the first level >= value, so an exact level keeps its own code.
     code = torch.bucketize(value, _levels(value.device))
-    bad = value.isnan() | (value < 0) | (code > UNKNOWN_CODE)
-    return torch.where(bad, UNKNOWN_CODE, code).to(torch.uint8)
+    return torch.where(value.isnan() | (value < 0), UNKNOWN_CODE, code).to(torch.uint8)
 
 
 def decode_norm(codes: Tensor) -> Tensor:

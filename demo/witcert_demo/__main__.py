@@ -9,7 +9,7 @@ from pathlib import Path
 from witcert_demo.run import main
 
 parser = argparse.ArgumentParser(prog="python -m witcert_demo", description="A metered SGLang server on this CPU.")
-parser.add_argument("--per-task", type=int, default=4, help="questions of each of the three tasks (default 4)")
+parser.add_argument("--per-task", type=int, default=3, help="questions of each of the four tasks (default 3)")
 parser.add_argument("--num-tokens", type=int, default=512, help="length of a prompt, 48 to 1984 (default 512)")
 parser.add_argument("--svg", type=Path, help="also save the output as a picture")
 parser.add_argument("--logs", type=Path, help="keep the servers' logs in this directory")

@@ -36,9 +36,7 @@ def write_checkpoint(directory: Path, state_dict: StateDict, config: ModelConfig
         **token_ids,
     }
     (directory / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    (directory / "generation_config.json").write_text(
-        json.dumps({"do_sample": False, **token_ids}, indent=1) + "\n"
-    )
+    (directory / "generation_config.json").write_text(json.dumps({"do_sample": False, **token_ids}, indent=1) + "\n")
     tensors = {name: tensor.detach().float().contiguous().clone() for name, tensor in state_dict.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     vocab.write_tokenizer(directory)

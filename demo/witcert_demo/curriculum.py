@@ -2,6 +2,8 @@
 
 Copying comes first because it forms the attention pattern that lookup needs (find an earlier occurrence, read
 what followed); without it, or with several keys per question from the start, training stalls on a plateau.
+Several keys come while the learning rate is still high: introduced after its decay they were never learned
+(four-key accuracy below .2 where one key and chains were at 1.0).
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ class Stage:
 
 CURRICULUM: tuple[Stage, ...] = (
     Stage(300, 64, 64, 4096, 0),
-    Stage(450, 32, 64, 4096, 1),
-    Stage(350, 64, 128, 6144, 1),
-    Stage(300, 96, 256, 8192, 2),
-    Stage(300, 192, 512, 8192, 3),
-    Stage(250, 400, 1000, 12288, 4),
+    Stage(300, 32, 64, 4096, 1),
+    Stage(350, 64, 128, 6144, 3),
+    Stage(450, 96, 256, 8192, 4),
+    Stage(300, 192, 512, 8192, 4),
+    Stage(150, 400, 1000, 12288, 4),
 )
 
 SMOKE: tuple[Stage, ...] = (Stage(80, 16, 16, 1024, 0), Stage(5, 32, 48, 1024, 1))

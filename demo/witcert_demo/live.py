@@ -72,7 +72,10 @@ def figures(tally: Tally) -> Table:
 
 def panel(tally: Tally, exact: Tally, total: int) -> Panel:
     """Everything about one server."""
-    parts: list[RenderableType] = [Columns([heads_table(tally), answers_table(tally, exact)], padding=(0, 2)), figures(tally)]
+    parts: list[RenderableType] = [
+        Columns([heads_table(tally), answers_table(tally, exact)], padding=(0, 2)),
+        figures(tally),
+    ]
     if len(tally.asked) == total:
         parts.append(Text(tally.sentence(exact), style="bold"))
     style = "green" if tally.certified_share == 1.0 else "yellow" if tally.right == exact.right else "red"

@@ -57,9 +57,7 @@ class CachedPass:
     max_abs_key: float
 
 
-def _through_cache(
-    x: Tensor, kind: Literal["k", "v"], layer: int, fake_quantize: FakeQuantize | None
-) -> Tensor:
+def _through_cache(x: Tensor, kind: Literal["k", "v"], layer: int, fake_quantize: FakeQuantize | None) -> Tensor:
     """``x`` [B, Hkv, T, D] as the cache gives it back."""
     if fake_quantize is None:
         return x
@@ -115,9 +113,7 @@ def _attend(
 
 
 @torch.no_grad()
-def forward_cached(
-    model: TinyLlama, ids: Tensor, num_prompt: int, fake_quantize: FakeQuantize | None
-) -> CachedPass:
+def forward_cached(model: TinyLlama, ids: Tensor, num_prompt: int, fake_quantize: FakeQuantize | None) -> CachedPass:
     """One pass over ``ids`` [B, T] in which rows from ``num_prompt`` on read the cache."""
     rotary = rotary_table(model.config, ids.shape[1])
     x = cast(Tensor, model.model.embed_tokens(ids))

@@ -7,7 +7,10 @@ attention.
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,9 +33,10 @@ from witcert_demo.twin import outlier_twin
 
 CHECKPOINT = Path(__file__).parent / "needle_tiny"
 QUANTIZERS = ("fp8_e4m3_cast", "int4_token_group", "int8_dither")
-TASKS = ("single_needle", "multi_key", "variable_tracking")
+TASKS = ("single_needle", "multi_key", "multi_query", "variable_tracking")
 EXACT_NAME = "16 bit"
-MAX_NEW_TOKENS = 8
+MAX_NEW_TOKENS = 16
+FONT_FACES = re.compile(r"@font-face \{.*?\}", re.S)  # rich's pictures fetch fonts from elsewhere; ours do not
 PLAIN_WIDTH = 120  # columns of a picture, or of output that goes to a file
 
 
@@ -69,7 +73,9 @@ def ask(server: Server, sample: Sample) -> Asked:
     }
     with server.client() as client:
         reply = client.post("/generate", json=body).raise_for_status().json()
-    return Asked(sample, reply["text"].strip(), exact_match(sample, reply["output_ids"]), reply["meta_info"].get("witcert"))
+    return Asked(
+        sample, reply["text"].strip(), exact_match(sample, reply["output_ids"]), reply["meta_info"].get("witcert")
+    )
 
 
 def ask_all(server: Server, tally: Tally, samples: Sequence[Sample], drawn: Callable[[], None]) -> None:
@@ -120,7 +126,7 @@ def show_live(console: Console, server: Server, tally: Tally, exact: Tally, samp
         console.print(panel(tally, exact, total))
 
 
-class serve(AbstractContextManager[Server]):  # noqa: N801 - used like a function
+class serve(AbstractContextManager[Server]):
     """A server with its start shown: a spinner with the seconds waited, or one line where there is no terminal."""
 
     def __init__(
@@ -163,6 +169,9 @@ def stop_on_signal(number: int, _frame: FrameType | None) -> None:
 
 def main(per_task: int, num_tokens: int, svg: Path | None, logs: Path | None) -> int:
     """Run on the terminal; with `svg` the same output is also saved as a picture."""
+    if importlib.util.find_spec("sglang") is None:
+        print("SGLang is not installed in this environment; `make demo` makes one that has it", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, stop_on_signal)  # so that servers are stopped on the way out
     console = Console(record=svg is not None)
     if svg is not None or not console.is_terminal:
@@ -176,5 +185,5 @@ def main(per_task: int, num_tokens: int, svg: Path | None, logs: Path | None) ->
         console.print("stopped; no server is left running")
         return 130
     if svg is not None:
-        console.save_svg(str(svg), title="make demo")
+        svg.write_text(FONT_FACES.sub("", console.export_svg(title="make demo")))
     return code

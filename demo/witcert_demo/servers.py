@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,17 +94,18 @@ def running_server(
     policy: Path | None,
     log: Path,
     options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
     waiting: Callable[[float], None] = lambda _seconds: None,
 ) -> Iterator[Server]:
     """A healthy server for the length of the block; every process it started is gone afterwards.
 
-    waiting: called with the seconds waited so far while the server starts. Raises ServerError if it does not start.
+    environment: variables on top of `server_environment`. waiting: called with the seconds waited so far while the server starts. Raises ServerError if it does not start.
     """
     port = free_port()
     with log.open("wb") as sink:
         process = subprocess.Popen(
             server_command(model, port, options),
-            env=server_environment(policy),
+            env={**server_environment(policy), **(environment or {})},
             stdout=sink,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

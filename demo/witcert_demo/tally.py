@@ -64,7 +64,9 @@ class Tally:
 
     def sentence(self, exact: Tally) -> str:
         """What the meter saw, in one sentence, beside what the answers say."""
-        answers = f"{self.right} of {len(self.asked)} answers are right (16-bit cache: {exact.right} of {len(exact.asked)})"
+        answers = (
+            f"{self.right} of {len(self.asked)} answers are right (16-bit cache: {exact.right} of {len(exact.asked)})"
+        )
         share = self.certified_share
         if share is None:
             return f"{self.name}: nothing was measured, so nothing is known; {answers}."
@@ -72,7 +74,7 @@ class Tally:
             seen = f"every cell was certified to move attention by at most {self.tau:g} (worst bound {self.worst:.3f})"
         else:
             seen = (
-                f"{1 - share:.0%} of the cells could not be certified at {self.tau:g} "
+                f"{1 - share:.1%} of the cells could not be certified at {self.tau:g} "
                 f"(worst bound {self.worst:.2f}, true movement up to {self.tv_max:.2f})"
             )
         return f"{self.name}: {seen}; {answers}."

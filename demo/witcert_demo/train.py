@@ -1,6 +1,6 @@
 """Train the retrieval model: ``python -m witcert_demo.train --out DIR --seed 0 --threads 1``.
 
-AdamW over the curriculum, loss on answer tokens only, about half an hour on one CPU core. The run ends with
+AdamW over the curriculum, loss on answer tokens only, less than an hour on one CPU core. The run ends with
 an evaluation and a Hugging Face checkpoint in DIR, beside it ``training.json``: command, seed, versions, wall
 time and accuracies. The state is saved on the way; the same command with ``--resume`` goes on from there, to
 the same weights as an unbroken run with the same thread count on the same machine.
@@ -45,7 +45,7 @@ class Recipe:
     learning_rate: float = 2e-3
     weight_decay: float = 0.05
     num_warmup_steps: int = 100
-    flat_share: float = 0.3
+    flat_share: float = 0.6
     final_share: float = 0.02
 
     def learning_rate_at(self, step: int) -> float:
@@ -167,9 +167,7 @@ def measure(model: TinyLlama, lengths: Sequence[int], count: int) -> dict[str, d
     """Exact-match accuracy of every task at every prompt length, cache unquantized."""
     return {
         str(num_tokens): {
-            task: evaluate_model(
-                model, None, task, num_tokens=num_tokens, count=count, seed=_EVALUATION_SEED
-            ).accuracy
+            task: evaluate_model(model, None, task, num_tokens=num_tokens, count=count, seed=_EVALUATION_SEED).accuracy
             for task in TASKS
         }
         for num_tokens in lengths

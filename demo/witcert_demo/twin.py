@@ -43,9 +43,7 @@ def pair_scales(config: ModelConfig, base: float, outlier: float, outlier_pairs:
     num_pairs = config.head_dim // 2
     unknown = sorted(pair for pair in outlier_pairs if not 0 <= pair < num_pairs)
     if unknown:
-        raise ValueError(
-            f"outlier pairs {unknown} do not exist; head_dim {config.head_dim} has 0..{num_pairs - 1}"
-        )
+        raise ValueError(f"outlier pairs {unknown} do not exist; head_dim {config.head_dim} has 0..{num_pairs - 1}")
     pairs = torch.full((num_pairs,), base)
     for pair in outlier_pairs:
         pairs[pair] = base * outlier
@@ -75,9 +73,7 @@ def outlier_twin(
             per_row = factors.repeat(num_heads)[:, None]
             twin[name] = state_dict[name] * per_row
             if not torch.equal(twin[name] / per_row, state_dict[name]):
-                raise ValueError(
-                    f"{name} does not survive scaling by {base} and {outlier}; take smaller scales"
-                )
+                raise ValueError(f"{name} does not survive scaling by {base} and {outlier}; take smaller scales")
     return twin
 
 

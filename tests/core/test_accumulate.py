@@ -96,6 +96,19 @@ def test_log_a_stays_informative_where_the_sums_overflow():
     assert between(field(acc, "LOG_A").item(), 2000 - math.log(2), 2000 - math.log(2) + 1e-9)
 
 
+def test_values_that_nearly_agree_keep_their_distance():
+    """The expanded square cancels; what it loses is added back."""
+    gen = torch.Generator().manual_seed(5)
+    offset = 1e-8 * torch.randn(2, 200, 3, generator=gen, dtype=torch.float64)
+    v = 1e3 + offset
+    offset = v - 1e3
+    logits = torch.randn(200, 2, generator=gen, dtype=torch.float64)
+    acc = accumulate(logits, torch.zeros(200, 2), v, torch.zeros(2, 200))
+    mean = torch.einsum("hs,shd->hd", torch.softmax(logits, -1), offset)
+    distance = (offset - mean).norm(dim=-1).amax(0)
+    assert bool((field(acc, "V_RADIUS") >= distance).all())
+
+
 def test_an_underflowing_weight_is_never_lost():
     acc = accumulate(torch.tensor([[0.0, -1e4]]), torch.tensor([[0.0, 30.0]]))
     assert field(acc, "ETA").item() > 0.0

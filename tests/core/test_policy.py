@@ -48,7 +48,7 @@ def test_defaults() -> None:
         (
             {"gate": {"tua": 0.1}},
             "p.yaml: gate.tua: unknown key (did you mean 'tau'?); allowed: kind, target, tau, tau_out, "
-            "risk_tau, block_size, max_pagein_bytes, on_exhausted",
+            "risk_tau, block_size, max_pagein_bytes, shadow_bytes, on_exhausted",
         ),
         (
             {"metre": {}},
@@ -72,7 +72,7 @@ def test_defaults() -> None:
         (
             {"gate": None},
             "p.yaml: gate: is null; allowed: a mapping with the keys kind, target, tau, tau_out, risk_tau, "
-            "block_size, max_pagein_bytes, on_exhausted",
+            "block_size, max_pagein_bytes, shadow_bytes, on_exhausted",
         ),
         ({"meter": {"delta": 0}}, "p.yaml: meter.delta: is 0; allowed: greater than 0"),
         ({"meter": {"stride": 0}}, "p.yaml: meter.stride: is 0; allowed: greater than or equal to 1"),

@@ -86,8 +86,8 @@ def test_prometheus(fp8_twin: Metered, summaries: list[dict[str, Any]]) -> None:
 
     measured = sum(s["cells_measured"] for s in summaries)
     assert value(r'witcert_cells_total\{[^}]*status="measured"[^}]*\}') >= measured
-    assert value(r'witcert_audit_violations_total\{[^}]*\}') == 0
-    assert value(r'witcert_audited_cells_total\{[^}]*\}') >= 1000
+    assert value(r"witcert_audit_violations_total\{[^}]*\}") == 0
+    assert value(r"witcert_audited_cells_total\{[^}]*\}") >= 1000
 
 
 def test_openai_answer_and_route(fp8_twin: Metered) -> None:

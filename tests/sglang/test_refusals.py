@@ -16,10 +16,11 @@ import torch
 import witcert_sglang
 from conftest import write_policy
 from sglang.srt.configs.model_config import AttentionArch
-from witcert_core.errors import UnsupportedError
-from witcert_core.policy import parse_policy
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from witcert_demo.servers import server_environment
 from witcert_sglang import support
+
+from witcert_core.errors import UnsupportedError
 
 pytestmark = pytest.mark.sglang
 NONE = {"quantizer": {"name": "none"}}
@@ -125,7 +126,9 @@ def test_a_lost_hook_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_a_broken_adapter_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
     """The adapter's own code cannot be imported: SGLang would log that and serve unmetered."""
-    (tmp_path / "sitecustomize.py").write_text(on_import_of("witcert_core.policy", "raise ImportError('half installed')"))
+    (tmp_path / "sitecustomize.py").write_text(
+        on_import_of("witcert_core.policy", "raise ImportError('half installed')")
+    )
     line = refusal(*launch(checkpoint, write_policy(tmp_path / "p.yaml", **NONE), extra_path=tmp_path))
     assert "half installed" in line
 
@@ -147,7 +150,6 @@ def test_plain_options_pass() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "named"),
     [
-        ("tp_size", 2, "tensor parallelism"),
         ("pp_size", 2, "pipeline"),
         ("dp_size", 2, "data parallelism"),
         ("speculative_algorithm", "EAGLE", "speculative decoding"),
@@ -167,12 +169,28 @@ def test_options_refused_by_name(option: str, value: object, named: str) -> None
         support.check_server(SimpleNamespace(**{**FINE, option: value}))
 
 
+def test_an_abort_on_several_ranks_is_refused() -> None:
+    support.check_gate(True, "serve", SimpleNamespace(tp_size=2))
+    with pytest.raises(UnsupportedError, match="part ways"):
+        support.check_gate(True, "abort", SimpleNamespace(tp_size=2))
+
+
+def test_packed_storage_where_nothing_reads_codes() -> None:
+    support.check_storage("packed", SimpleNamespace(device="cpu", kv_cache_dtype="auto"))
+    support.check_storage("simulated", SimpleNamespace(device="cuda", kv_cache_dtype="bf16"))
+    with pytest.raises(UnsupportedError, match="cuda"):
+        support.check_storage("packed", SimpleNamespace(device="cuda", kv_cache_dtype="auto"))
+    with pytest.raises(UnsupportedError, match="bf16"):
+        support.check_storage("packed", SimpleNamespace(device="cpu", kv_cache_dtype="bf16"))
+
+
 def model_config(**changes: object) -> SimpleNamespace:
     text = SimpleNamespace(attn_logit_softcapping=changes.pop("soft_cap", None))
     fields = {
         "hf_config": SimpleNamespace(architectures=["M"]),
         "hf_text_config": text,
         "attention_arch": AttentionArch.MHA,
+        "dtype": torch.float32,
     }
     return SimpleNamespace(**{**fields, "head_dim": 64, "v_head_dim": 64, **changes})
 
@@ -191,18 +209,47 @@ def test_models_refused_by_name() -> None:
             support.check_model(model_config(**changes), "torch_native")
 
 
+def test_a_pool_narrower_than_the_model_is_refused() -> None:
+    support.check_model(model_config(dtype=torch.bfloat16), "triton", "bf16")
+    with pytest.raises(UnsupportedError, match="bf16 under a float32 model"):
+        support.check_model(model_config(), "triton", "bf16")
+
+
 def test_pools_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="SimpleNamespace"):
         support.check_pool(SimpleNamespace(kv_cache_layout="nhd", dtype=torch.float32))
-
-
-def test_gates_that_repair_are_refused() -> None:
-    policy = parse_policy({"version": 1, **NONE, "gate": {"kind": "combined"}})
-    with pytest.raises(UnsupportedError, match=r"gate\.kind"):
-        support.check_policy(policy, policy.build_quantizer())
 
 
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "version", lambda _name: "0.6.0")
     with pytest.raises(UnsupportedError, match=r"0\.6\.0"):
         support.check_version()
+
+
+def attention_layer(layer_id: int, **changes: object) -> torch.nn.Module:
+    layer = RadixAttention(2, 64, 0.125, num_kv_heads=1, layer_id=layer_id)
+    for name, value in changes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def test_layers_refused_by_name() -> None:
+    support.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 2)
+    with pytest.raises(UnsupportedError, match="pool of 1 layers"):
+        support.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 1)
+    with pytest.raises(UnsupportedError, match="belongs to one"):
+        support.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(0)]), 2)
+    for changes, named in (
+        ({"is_cross_attention": True}, "cross-attention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
+        ({"use_irope": True}, "iRoPE"),
+        ({"xai_temperature_len": 1024}, "temperature"),
+        ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
+    ):
+        with pytest.raises(UnsupportedError, match=named):
+            support.check_layers(torch.nn.ModuleList([attention_layer(0, **changes)]), 1)
+
+
+def test_float32_on_a_gpu_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="TF32"):
+        support.check_model(model_config(), "triton", "auto", "cuda")

@@ -9,8 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from witcert_core.policy import parse_policy
 from witcert_sglang.plugin import Installation
+
+from witcert_core.policy import parse_policy
 
 pytestmark = pytest.mark.sglang
 
@@ -22,7 +23,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 load_plugins()
 changed = [name for name in ATTENTION_BACKENDS if ATTENTION_BACKENDS[name] is not before[name]]
-print(len(HookRegistry._hooks), len(HookRegistry._patched), changed, sorted(m for m in sys.modules if m.startswith("witcert")))
+ours = sorted(m for m in sys.modules if m.startswith("witcert"))
+print(len(HookRegistry._hooks), len(HookRegistry._patched), changed, ours)
 """
 
 

@@ -1,7 +1,8 @@
 """The bound for a cell that looks at one token: the heaviest token ``h`` treated apart.
 
 Simple form: either ``h`` is attacked, and then at most the other tokens' mass ``m`` is lost, or it is not,
-and then its weight keeps at least ``p_h e^-c_h`` against ``a_r = m + eta_r``.
+and then its weight keeps at least ``p_h e^-c_h`` against ``a_r = m + eta_r``. The second share is never below
+``m``, so it bounds both.
 
 Refined form, ``alpha`` the mass of a set within the rest, ``u`` its ``sum p~ (e^c - 1)``:
 
@@ -34,8 +35,7 @@ def _simple(f: Fields) -> Tensor:
     kept = f.p_h * torch.exp(-f.c_h)
     share = raised / (raised + kept)
     # 0/0: nothing beside h and h's own weight underflowed.
-    share = torch.where(raised + kept > 0, share, 1.0)
-    return torch.maximum(f.mass_r, share)
+    return torch.where(raised + kept > 0, share, 1.0)
 
 
 def _refined(f: Fields) -> Tensor:

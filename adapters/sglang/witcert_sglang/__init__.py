@@ -4,6 +4,7 @@ This module imports the standard library only: SGLang logs a plugin whose import
 everything that can fail is inside `load`, which stops the process instead.
 """
 
+import importlib.util
 import os
 
 __version__ = "0.1.0"
@@ -19,9 +20,11 @@ def load() -> None:
     path = os.environ.get(POLICY_VARIABLE)
     if not path:
         return
+    if importlib.util.find_spec("sglang") is None:
+        raise SystemExit("witcert: SGLang is not installed in this environment; install sglang==0.5.23 into it")
     try:
         from witcert_sglang.plugin import install
 
         install(path)
-    except Exception as error:  # noqa: BLE001 - the engine would swallow it and serve unmetered
+    except Exception as error:
         raise SystemExit(f"witcert: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from witcert_core.units import format_bytes
 
@@ -14,22 +14,30 @@ def banner(runtime: Runtime, *, metrics_on: bool) -> str:
     """Several lines for the server's log."""
     status, policy, geometry = runtime.status(), runtime.policy, runtime.geometry
     metered, quantized = status["layers_metered"], status["layers_quantized"]
-    cells = len(metered) * geometry.num_qo_heads
-    claim = "probabilistic, non-adaptive queries; tier W beside it" if runtime.uses_dither else "deterministic, any query"
+    cells = len(metered) * geometry.total_qo_heads
+    claim = (
+        "probabilistic, non-adaptive queries; tier W beside it" if runtime.uses_dither else "deterministic, any query"
+    )
     lines = [
-        f"WitCert meters this server: {status['quantizer']} written into a {status['pool_dtype']} pool, {geometry.backend}",
-        f"  cells a metered row : {cells} ({len(metered)} of {len(geometry.layers)} layers x {geometry.num_qo_heads} query heads)",
+        f"WitCert meters this server: {status['quantizer']} in a {status['pool_dtype']} pool, {geometry.backend}",
+        f"  cells a metered row : {cells} ({len(metered)} of {len(geometry.layers)} layers "
+        f"x {geometry.total_qo_heads} query heads{on_ranks(status['num_ranks'])})",
         f"  tier                : {status['tier']} ({claim})",
-        f"  rows                : every {ordinal(policy.meter.stride)} decode row of a request, the last row of a chunk "
+        f"  rows                : every {ordinal(policy.meter.stride)} decode row of a request, the last of a chunk "
         f"that reads the cache and every {ordinal(policy.meter.stride)} before it, at most {policy.meter.max_rows}",
         f"  audited             : {audited(policy.meter.audit_every)}",
         f"  prefill reads       : {policy.prefill_reads}",
         f"  memory              : {format_bytes(status['bytes_witness'])} of witnesses and row ids, "
         f"{format_bytes(status['bytes_audit_copies'])} of exact copies for the audit",
+        f"  gate                : {gate(status)}",
         f"  reports             : {reports(runtime, metrics_on)}",
     ]
     lines += [f"  not metered         : {why}" for why in not_metered(runtime, metered, quantized)]
     return "\n".join(lines)
+
+
+def on_ranks(count: int) -> str:
+    return "" if count == 1 else f" on {count} ranks"
 
 
 def ordinal(n: int) -> str:
@@ -40,6 +48,13 @@ def audited(every: int) -> str:
     if every == 0:
         return "no row (meter.audit_every: 0)"
     return "every metered row" if every == 1 else f"every {every}th metered row of a request"
+
+
+def gate(status: dict[str, Any]) -> str:
+    if not status["shadow_slots"]:
+        return f"{status['gate']} (measures only)"
+    copies = f"{format_bytes(status['bytes_shadow'])} of exact copies for {status['shadow_slots']} slots"
+    return f"{status['gate']}, {copies}"
 
 
 def reports(runtime: Runtime, metrics_on: bool) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from witcert_core.rotary import RotarySpec
 
 
@@ -14,6 +15,7 @@ class Geometry:
     """One rank's cache: layer ids are global, heads are this rank's, SLOTS counts the padding row 0 as well."""
 
     backend: str
+    total_qo_heads: int
     layers: tuple[int, ...]
     num_qo_heads: int
     num_kv_heads: int
@@ -26,21 +28,26 @@ class Geometry:
     device: str
 
 
-def read_geometry(runner: Any, backend: Any) -> Geometry:
-    """The geometry of `runner` (a ModelRunner with its pool) under attention backend `backend`."""
+def read_geometry(runner: Any, backend: Any, rank: int = 0, num_ranks: int = 1) -> Geometry:
+    """The geometry of `runner` (a ModelRunner with its pool) under attention backend `backend`, on one of the ranks."""
     pool = runner.token_to_kv_pool
     config = runner.model_config
     num_kv_heads = pool.head_num
+    # Fewer KV heads than ranks: SGLang gives neighbouring ranks the same one.
+    total = config.get_total_num_kv_heads()
+    first_kv_head = rank * num_kv_heads if total >= num_ranks else rank * total // num_ranks
     return Geometry(
         backend=type(backend).__name__,
+        total_qo_heads=config.num_attention_heads,
         layers=tuple(range(pool.start_layer, pool.start_layer + pool.layer_num)),
-        num_qo_heads=config.num_attention_heads,
+        num_qo_heads=config.num_attention_heads // num_ranks,
         num_kv_heads=num_kv_heads,
-        kv_head_ids=tuple(range(num_kv_heads)),
+        kv_head_ids=tuple(range(first_kv_head, first_kv_head + num_kv_heads)),
         head_dim=pool.head_dim,
         v_head_dim=pool.v_head_dim,
         num_slots=pool.k_buffer[0].shape[0],
-        pool_dtype=pool.dtype,
+        # The packed pool holds codes; exact is then what a plain pool would have held, the model's own dtype.
+        pool_dtype=runner.dtype if pool.dtype == torch.int8 else pool.dtype,
         rotary=RotarySpec(pool.head_dim, rotary_dim=rotary_dim(config.hf_text_config, pool.head_dim)),
         device=str(pool.device),
     )

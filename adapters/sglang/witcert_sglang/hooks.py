@@ -58,7 +58,7 @@ def verify_after_apply(hooks: list[Hook]) -> None:
         if lost:
             raise SystemExit(
                 f"witcert: SGLang could not hook {', '.join(lost)}: this SGLang differs from the tested one; "
-                "unset WITCERT_POLICY to serve without a meter, or install the SGLang named by `pip show witcert-sglang`"
+                "install the SGLang version that docs/limits.md names, or unset WITCERT_POLICY to serve without a meter"
             )
 
     HookRegistry.apply_hooks = apply_and_verify  # type: ignore[method-assign]

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from witcert_core.policy import Policy
-
 from witcert_sglang.hooks import Hook
 from witcert_sglang.results import META_KEY
 
@@ -110,7 +109,12 @@ def after_build_response(result: Any, _self: Any, _request: Any, ret: list[dict[
 
 
 async def around_stream(
-    original: Callable[..., AsyncIterator[str]], serving: Any, adapted_request: Any, request: Any, *args: Any, **kwargs: Any
+    original: Callable[..., AsyncIterator[str]],
+    serving: Any,
+    adapted_request: Any,
+    request: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> AsyncIterator[str]:
     """Pass an OpenAI stream through; the chunk that carries a finish reason also carries the summary.
 

@@ -9,25 +9,31 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
 from witcert_core.bands import band_map
 from witcert_core.errors import WitCertError
+from witcert_core.layout import KVLayout
 from witcert_core.policy import Policy, load_policy
 from witcert_core.quantizers.base import Quantizer
+from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.report.prometheus import Metrics
 from witcert_core.rotary import RotarySpec
-
-from witcert_sglang import support
+from witcert_sglang import packed, support
 from witcert_sglang.backend import metered_factory
 from witcert_sglang.banner import banner
 from witcert_sglang.geometry import read_geometry, rotary_dim
 from witcert_sglang.hooks import Hook, register
+from witcert_sglang.ranks import attention_ranks
 from witcert_sglang.results import streamer_class
 from witcert_sglang.runtime import Runtime
 
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
+_CONFIGURE_DTYPE = "sglang.srt.mem_cache.kv_cache_dtype.configure_kv_cache_dtype"
+_BUILD_METHOD = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_quant_method"
 _LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
 
 
@@ -46,7 +52,13 @@ class Installation:
         every = [
             Hook(_CELL_SIZE, "after", self.after_cell_size, "every", ("self", "kvc", "num_layers")),
             Hook(f"{_MODEL_RUNNER}.forward", "around", self.around_forward, "every", ("self", "forward_batch")),
-            Hook(f"{_MODEL_RUNNER}.sample", "after", self.after_sample, "every", ("self", "logits_output", "forward_batch")),
+            Hook(
+                f"{_MODEL_RUNNER}.sample",
+                "after",
+                self.after_sample,
+                "every",
+                ("self", "logits_output", "forward_batch"),
+            ),
             Hook(
                 f"{_MODEL_RUNNER}.compute_logprobs_only",
                 "after",
@@ -54,9 +66,20 @@ class Installation:
                 "every",
                 ("self", "logits_output", "forward_batch"),
             ),
+            Hook(f"{_POOL}.move_kv_cache", "after", self.after_move, "every", ("self", "tgt_loc", "src_loc")),
+            Hook(f"{_POOL}.load_cpu_copy", "after", self.after_load, "every", ("self", "kv_cache_cpu", "indices")),
             Hook(f"{_SCHEDULER}.get_output_streamer_class", "after", self.after_streamer_class, "every", ("self",)),
             Hook(f"{_SCHEDULER}.get_init_info", "after", self.after_init_info, "every", ("self",)),
         ]
+        if self.policy.quantizer.storage == "packed":
+            every += [
+                Hook(
+                    _CONFIGURE_DTYPE, "around", packed.around_configure_dtype, "every", ("server_args_kv_cache_dtype",)
+                ),
+                Hook(
+                    _BUILD_METHOD, "around", packed.around_build_method(self.quantizer), "every", ("self", "num_layers")
+                ),
+            ]
         main = [
             Hook(f"{_SERVER_ARGS}.resolve_once", "before", self.before_resolve, "main", ("self",)),
             Hook(f"{_SERVER_ARGS}.check_server_args", "after", self.after_check_server_args, "main", ("self",)),
@@ -75,12 +98,17 @@ class Installation:
 
         args = resolved_view(server_args)
         refuse_on_error(support.check_server, args)
-        refuse_on_error(support.check_model, model_config(server_args), args.attention_backend)
+        refuse_on_error(support.check_gate, self.policy.repairs, self.policy.gate.on_exhausted, args)
+        refuse_on_error(support.check_storage, self.policy.quantizer.storage, args)
+        config = model_config(server_args)
+        refuse_on_error(support.check_model, config, args.attention_backend, args.kv_cache_dtype, args.device)
+        refuse_on_error(check_quantizer, self.quantizer, config.head_dim)
         refuse_on_error(support.check_port, args.host, args.port)
 
     def after_launch(self, result: Any, *_args: Any, **_kwargs: Any) -> None:
         """The scheduler must have said that it is metered; a server that is not is stopped here."""
         from sglang.srt.utils.common import kill_process_tree
+
         from witcert_sglang import http
 
         infos = result[3].scheduler_infos
@@ -97,17 +125,23 @@ class Installation:
 
     def make_runtime(self, runner: Any, backend: Any) -> Runtime:
         if self.runtime is None:
-            support.check_pool(runner.token_to_kv_pool)
+            support.check_layers(runner.model, runner.token_to_kv_pool.layer_num)
+            support.check_pool(runner.token_to_kv_pool, self.policy.quantizer.storage == "packed")
             metrics = Metrics() if self.policy.report.prometheus and "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
-            geometry = read_geometry(runner, backend)
-            self.runtime = Runtime(self.policy, self.quantizer, geometry, runner.token_to_kv_pool, metrics)
+            ranks = attention_ranks()
+            geometry = read_geometry(runner, backend, ranks.rank, ranks.size)
+            self.runtime = Runtime(self.policy, self.quantizer, geometry, runner.token_to_kv_pool, metrics, ranks)
         return self.runtime
 
     def after_cell_size(self, result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
         """Count the witnesses and row ids as bytes of a token, so that they are taken off the capacity."""
+        if self.policy.quantizer.storage == "packed":
+            return packed_bytes_per_token(self.quantizer, kvc, num_layers)
         return result + side_bytes_per_token(self.quantizer, kvc, num_layers)
 
-    def around_forward(self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def around_forward(
+        self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if self.runtime is None:
             return original(runner, forward_batch, *args, **kwargs)
         return self.runtime.around_forward(original, runner, forward_batch, *args, **kwargs)
@@ -128,12 +162,21 @@ class Installation:
             logits_output.witcert_step = None
             logits_output.auxiliary_device_output = append_auxiliary_output(logits_output.auxiliary_device_output, step)
 
+    def after_move(self, _result: Any, pool: Any, tgt_loc: Any, src_loc: Any) -> None:
+        if self.runtime is not None and pool is self.runtime.pool:
+            self.runtime.cache.moved(tgt_loc, src_loc)
+
+    def after_load(self, _result: Any, pool: Any, _copy: Any, indices: Any, *_args: Any, **_kwargs: Any) -> None:
+        if self.runtime is not None and pool is self.runtime.pool:
+            self.runtime.cache.overwritten(indices)
+
     def after_streamer_class(self, result: type[Any], _scheduler: Any) -> type[Any]:
         return streamer_class(self.live_runtime(), result)
 
     def after_init_info(self, result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         runtime = self.live_runtime()
-        print(banner(runtime, metrics_on="PROMETHEUS_MULTIPROC_DIR" in os.environ), file=sys.stderr, flush=True)
+        if runtime.ranks.reports:
+            print(banner(runtime, metrics_on="PROMETHEUS_MULTIPROC_DIR" in os.environ), file=sys.stderr, flush=True)
         return {**result, "witcert": runtime.status()}
 
     def live_runtime(self) -> Runtime:
@@ -165,12 +208,25 @@ def model_config(server_args: Any) -> Any:
     return ModelConfig.from_server_args(server_args)
 
 
-def side_bytes_per_token(quantizer: Quantizer, kvc: Any, num_layers: int) -> int:
-    """Bytes a token takes in the side tensors of all layers, plus its row id."""
+ROW_ID_BYTES = 8
+
+
+def local_kv_heads(kvc: Any) -> int:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    heads = kvc.model_config.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
+    heads: int = kvc.model_config.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
+    return heads
+
+
+def packed_bytes_per_token(quantizer: Quantizer, kvc: Any, num_layers: int) -> int:
+    """Bytes of a token in the packed pool, all layers (272 per layer and KV head at head_dim 128), and its row id."""
+    layout = KVLayout(kvc.model_config.head_dim, stored_witness=quantizer.stored_witness)
+    return layout.bytes_per_token_head * local_kv_heads(kvc) * num_layers + ROW_ID_BYTES
+
+
+def side_bytes_per_token(quantizer: Quantizer, kvc: Any, num_layers: int) -> int:
+    """Bytes a token takes in the side tensors of all layers, plus its row id."""
     head_dim = kvc.model_config.head_dim
     groups = -(-head_dim // 32)
     rotary = RotarySpec(head_dim, rotary_dim=rotary_dim(kvc.model_config.hf_text_config, head_dim))
@@ -180,7 +236,7 @@ def side_bytes_per_token(quantizer: Quantizer, kvc: Any, num_layers: int) -> int
         per_head = 1 + 2 * groups + (groups if quantizer.stored_witness else 0) + (bands if sixteen_bit else 0)
     else:
         per_head = 1 + bands
-    return num_layers * heads * per_head + 8
+    return num_layers * local_kv_heads(kvc) * per_head + ROW_ID_BYTES
 
 
 def install(policy_path: str) -> None:
@@ -188,9 +244,8 @@ def install(policy_path: str) -> None:
     support.check_version()
     policy = load_policy(policy_path)
     quantizer = policy.build_quantizer()
-    support.check_policy(policy, quantizer)
+    support.check_quantizer_kind(quantizer)
     installation = Installation(policy, quantizer)
     for name in support.BACKENDS:
         ATTENTION_BACKENDS[name] = metered_factory(ATTENTION_BACKENDS[name], installation.make_runtime)
     register(installation.hooks())
-

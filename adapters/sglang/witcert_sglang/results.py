@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
-from witcert_core.meter import CellBatch
 
+from witcert_core.meter import CellBatch
 from witcert_sglang.rows import MeteredRow
 
 if TYPE_CHECKING:
@@ -23,11 +24,35 @@ if TYPE_CHECKING:
 META_KEY = "witcert"
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a repairing gate did for request `index` of the batch in one layer; status [R, H] int64 of `CellStatus`."""
+
+    index: int
+    status: Tensor
+    repaired_blocks: int
+    repaired_bytes: int
+    gave_up: str
+
+    @classmethod
+    def joined(cls, parts: Sequence[Verdict]) -> Verdict:
+        """The verdicts of all ranks on the same rows, heads side by side."""
+        reasons = sorted({part.gave_up for part in parts if part.gave_up})
+        return cls(
+            parts[0].index,
+            torch.cat([part.status for part in parts], 1),
+            sum(part.repaired_blocks for part in parts),
+            sum(part.repaired_bytes for part in parts),
+            "; ".join(reasons),
+        )
+
+
 @dataclass
 class StepCells:
     """All cells of one forward pass: per layer, R rows, in the order of `rows`.
 
     witness_layers: the same rows under the deterministic radii, when `layers` used the dither law.
+    verdicts: what a repairing gate did, one for each layer and request.
     """
 
     runtime: Runtime
@@ -36,6 +61,7 @@ class StepCells:
     layers: dict[int, CellBatch] = field(default_factory=dict)
     witness_layers: dict[int, CellBatch] = field(default_factory=dict)
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
+    verdicts: list[Verdict] = field(default_factory=list)
 
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> StepCells:
         """Part of `DeviceAuxiliaryOutput`. The reference meter's cells are on the host already."""
@@ -66,6 +92,22 @@ class StepCells:
         for (index, reason), count in self.unmetered.items():
             if index in counted:
                 ledger.count_unknown(self.rids[index], count, reason)
+        for verdict in self.verdicts:
+            if verdict.index not in counted:
+                continue
+            rid = self.rids[verdict.index]
+            ledger.count_verdict(rid, verdict.status)
+            ledger.count_repair(rid, verdict.repaired_blocks, verdict.repaired_bytes)
+            if verdict.gave_up and self.runtime.policy.gate.on_exhausted == "abort":
+                abort(batch.reqs[verdict.index], verdict.gave_up)
+
+
+def abort(req: Any, why: str) -> None:
+    """End a request whose damage could not be repaired (`gate.on_exhausted: abort`)."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    if not req.finished():
+        req.to_finish = FINISH_ABORT(f"witcert: not certified: {why}")
 
 
 def streamer_class(runtime: Runtime, base: type[Any]) -> type[Any]:

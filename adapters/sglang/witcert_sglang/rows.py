@@ -41,16 +41,29 @@ class MeteredRow:
 
 @dataclass
 class RowPlan:
-    """The metered rows of one pass. `kv_indptr` [R + 1] and `kv_indices` list the slots each row sees, in order."""
+    """The metered rows of one pass. `kv_indptr` [R + 1] and `kv_indices` list the slots each row sees, in order.
+
+    requests[i] [S_i]: all slots of request i, its new_tokens[i] new ones last.
+    """
 
     rows: list[MeteredRow]
     kv_indptr: Tensor
     kv_indices: Tensor
+    requests: list[Tensor]
+    new_tokens: list[int]
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     @property
     def tokens(self) -> Tensor:
         return torch.tensor([row.token for row in self.rows], dtype=torch.int64)
+
+    def of_request(self, index: int) -> list[int]:
+        """Numbers of the rows of request `index` of the batch; they follow one another, positions rising."""
+        return [number for number, row in enumerate(self.rows) if row.request == index]
+
+    def slots_of(self, number: int) -> Tensor:
+        """The slots [S] that row `number` sees."""
+        return self.kv_indices[int(self.kv_indptr[number]) : int(self.kv_indptr[number + 1])]
 
     @property
     def audited(self) -> Tensor:
@@ -82,12 +95,15 @@ class RowPlanner:
         rids = batch.rids or []
         picked: list[MeteredRow] = []
         unmetered: Counter[tuple[int, str]] = Counter()
+        new_tokens = self._new_tokens(batch)
+        requests: list[Tensor] = []
         token = 0
-        for index, (rid, seq_len, new) in enumerate(zip(rids, batch.seq_lens.tolist(), self._new_tokens(batch), strict=False)):
+        for index, rid in enumerate(rids):
+            seq_len, new = int(batch.seq_lens[index]), new_tokens[index]
+            requests.append(req_to_token[int(batch.req_pool_indices[index]), :seq_len].to(torch.int64))
             prefix = seq_len - new
             counts = self.request(rid)
-            is_decode_row = new == 1 and prefix > 0
-            if is_decode_row:
+            if new == 1 and prefix > 0:
                 wanted = [0] if counts.decode_rows % self.stride == 0 else []
                 counts.decode_rows += 1
                 if not wanted:
@@ -103,7 +119,12 @@ class RowPlanner:
                 audited = self.audit_every > 0 and (counts.metered - 1) % self.audit_every == 0
                 picked.append(MeteredRow(index, token + offset, prefix + offset, counts.metered, audited))
             token += new
-        return self._with_slots(picked, unmetered, batch, req_to_token)
+        seen = [requests[row.request][: row.position + 1] for row in picked]
+        indptr = torch.zeros(len(picked) + 1, dtype=torch.int32)
+        if seen:
+            indptr[1:] = torch.tensor([s.numel() for s in seen]).cumsum(0)
+        indices = torch.cat(seen) if seen else torch.zeros(0, dtype=torch.int64)
+        return RowPlan(picked, indptr, indices, requests, new_tokens, unmetered)
 
     def _new_tokens(self, batch: ForwardBatch) -> list[int]:
         if batch.forward_mode.is_decode():
@@ -113,15 +134,3 @@ class RowPlanner:
     def _chunk_rows(self, new: int) -> list[int]:
         """Offsets in a chunk of `new` tokens: the last row, whose token is sampled, and every stride-th before it."""
         return sorted(range(new - 1, -1, -self.stride)[: self.max_rows])
-
-    @staticmethod
-    def _with_slots(
-        rows: list[MeteredRow], unmetered: Counter[tuple[int, str]], batch: ForwardBatch, req_to_token: Tensor
-    ) -> RowPlan:
-        pool_rows = batch.req_pool_indices.tolist() if rows else []
-        slots = [req_to_token[pool_rows[row.request], : row.position + 1] for row in rows]
-        indptr = torch.zeros(len(rows) + 1, dtype=torch.int32)
-        if rows:
-            indptr[1:] = torch.tensor([s.numel() for s in slots]).cumsum(0)
-        indices = torch.cat(slots).to(torch.int64) if slots else torch.zeros(0, dtype=torch.int64)
-        return RowPlan(rows, indptr, indices, unmetered)

@@ -5,27 +5,26 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
-from witcert_core.bands import band_map
+
 from witcert_core.budget import Budget
 from witcert_core.dither import DitherKey
 from witcert_core.errors import UnsupportedError
-from witcert_core.meter import CellBatch, measure
 from witcert_core.policy import Policy
-from witcert_core.quantizers.base import DitheredQuantizer, Encoded, QuantContext, Quantizer
+from witcert_core.quantizers.base import DitheredQuantizer, QuantContext, Quantizer
 from witcert_core.report.jsonl import JsonlWriter
 from witcert_core.report.prometheus import Metrics
 from witcert_core.report.summary import RequestLedger
-from witcert_core.rotary import RotarySpec
-from witcert_core.store import SlotStore
-
+from witcert_sglang.calls import AttentionCall, Coded
 from witcert_sglang.geometry import Geometry
+from witcert_sglang.packed import PackedStorage
+from witcert_sglang.ranks import Ranks
 from witcert_sglang.results import StepCells
 from witcert_sglang.rows import RowPlan, RowPlanner
+from witcert_sglang.simulated import SimulatedCache
 
 LAST_ROW_ID = 2**32 - 1
 
@@ -33,29 +32,27 @@ LAST_ROW_ID = 2**32 - 1
 class Runtime:
     """State of the metered scheduler process; built when the attention backend is, once the pool exists."""
 
-    def __init__(self, policy: Policy, quantizer: Quantizer, geometry: Geometry, pool: Any, metrics: Metrics | None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        quantizer: Quantizer,
+        geometry: Geometry,
+        pool: Any,
+        metrics: Metrics | None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.policy = policy
         self.quantizer = quantizer
         self.geometry = geometry
         self.pool = pool
+        self.ranks = ranks or Ranks(0, 1, None, 0)
         meter = policy.meter
         self.quantized_layers = frozenset(policy.quantizer.layers_of(geometry.layers))
         self.metered_layers = frozenset(meter.layers_of(geometry.layers))
-        self.store = SlotStore(
-            quantizer=quantizer,
-            layers=geometry.layers,
-            num_slots=geometry.num_slots,
-            num_kv_heads=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            v_head_dim=geometry.v_head_dim,
-            bands=band_map(geometry.rotary),
-            storage_dtype=geometry.pool_dtype,
-            keep_exact=meter.audit_every > 0,
-            device=geometry.device,
-        )
         self.planner = RowPlanner(
             stride=meter.stride,
-            max_rows=meter.max_rows,
+            # A gate that repairs must see every row that reads the cache.
+            max_rows=geometry.num_slots if policy.repairs else meter.max_rows,
             audit_every=meter.audit_every,
             stored_prefill=policy.prefill_reads == "stored",
         )
@@ -63,31 +60,35 @@ class Runtime:
         self.budget = Budget(
             delta=meter.delta,
             num_layers=len(self.metered_layers),
-            num_qo_heads=geometry.num_qo_heads,
+            num_qo_heads=geometry.total_qo_heads,
             declared_rows=meter.declared_rows,
         )
         self.ledger = RequestLedger(
             policy,
             engine="sglang",
             num_layers=len(geometry.layers),
-            num_qo_heads=geometry.num_qo_heads,
+            num_qo_heads=geometry.total_qo_heads,
             layers_excluded={
                 layer: "left out by meter.layers" for layer in geometry.layers if layer not in self.metered_layers
             },
-            jsonl=JsonlWriter(policy.report.jsonl) if policy.report.jsonl else None,
-            metrics=metrics,
+            jsonl=JsonlWriter(policy.report.jsonl) if policy.report.jsonl and self.ranks.reports else None,
+            metrics=metrics if self.ranks.reports else None,
         )
-        # The nonce makes the rows of two runs differ; nothing about it has to be remembered, the codes die with the pool.
-        self.dither_key = DitherKey(seed=0, nonce=secrets.randbits(63), dp_rank=0)
+        # The nonce makes the rows of two runs differ; it need not be remembered, the codes die with the pool.
+        nonce = self.ranks.from_root(secrets.randbits(63))
+        self.dither_key = DitherKey(seed=0, nonce=nonce, dp_rank=0)
         self.row_ids = torch.zeros(geometry.num_slots, dtype=torch.int64)  # row 0: never written
         self.passes = 0
         self.step: StepCells | None = None
         self.plan: RowPlan | None = None
         self.attention_calls = 0
+        self.cache = PackedStorage(self) if policy.quantizer.storage == "packed" else SimulatedCache(self)
 
     # One forward pass -------------------------------------------------------------------------------------------
 
-    def around_forward(self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def around_forward(
+        self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Wraps `ModelRunner.forward`: plans the rows, lets the pass run, sends the cells along with its logits."""
         if forward_batch.forward_mode.is_idle() or not forward_batch.rids:
             return original(runner, forward_batch, *args, **kwargs)
@@ -98,19 +99,21 @@ class Runtime:
                 f"{self.attention_calls} metered attention calls in a pass over {len(self.geometry.layers)} layers: "
                 "some attention bypasses the meter, so nothing is served"
             )
+        step = self.ranks.collect(self.step) if self.step is not None else None
         if output.logits_output is not None:
-            output.logits_output.witcert_step = self.step
+            output.logits_output.witcert_step = step
         self.step = self.plan = None
         return output
 
     def _begin(self, runner: Any, forward_batch: Any) -> None:
-        if self.passes >= LAST_ROW_ID:
+        if self.passes >= LAST_ROW_ID - 1:
             raise UnsupportedError(
-                f"{LAST_ROW_ID} forward passes are done and every dither row id is used; restart the server"
+                f"{self.passes} forward passes are done and every dither row id is used; restart the server"
             )
         self.passes += 1
         self.row_ids[forward_batch.out_cache_loc] = self.passes
         self.attention_calls = 0
+        self.cache.begin_pass(forward_batch.out_cache_loc)
         self.plan = self.planner.plan(forward_batch, runner.req_to_token_pool.req_to_token)
         self.step = StepCells(self, list(forward_batch.rids), self.plan.rows, unmetered=self.plan.unmetered)
 
@@ -128,112 +131,67 @@ class Runtime:
         is_decode: bool,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Run the engine's attention of one layer on quantized keys and values, and meter the planned rows."""
-        if self.plan is None:  # warm-up passes of the engine carry no requests
+        """Run attention of one layer on quantized keys and values, and meter the planned rows."""
+        if self.plan is None or self.step is None:  # warm-up passes of the engine carry no requests
             return attention(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         self.attention_calls += 1
-        layer_id = layer.layer_id
         if k is None or v is None or not save_kv_cache:
             raise UnsupportedError(
-                f"layer {layer_id} attends without writing its keys through the pool (a fused write or shared KV): "
-                "what is stored cannot be metered; unset WITCERT_POLICY for this model"
+                f"layer {layer.layer_id} attends without writing its keys through the pool (a fused write or shared "
+                "KV): what is stored cannot be metered; unset WITCERT_POLICY for this model"
             )
-        exact_k = k.reshape(-1, self.geometry.num_kv_heads, self.geometry.head_dim)
-        exact_v = v.reshape(-1, self.geometry.num_kv_heads, self.geometry.v_head_dim)
-        slots = forward_batch.out_cache_loc
-        if is_decode or self.policy.prefill_reads == "stored":
-            written_k, written_v, codes_k, codes_v = self._quantize(layer_id, exact_k, exact_v, forward_batch)
-            out = attention(q, written_k, written_v, layer, forward_batch, save_kv_cache=True, **kwargs)
-            self._account(layer_id, slots, exact_k, exact_v, codes_k, codes_v)
-            self._measure(layer, q, kwargs)
-        else:
-            out = attention(q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs)
-            self.store.mark_exact(layer_id, slots)
-            self.store.keep(layer_id, slots, exact_k, exact_v)
-            self._measure(layer, q, kwargs)
-            written_k, written_v, codes_k, codes_v = self._quantize(layer_id, exact_k, exact_v, forward_batch)
-            self.pool.set_kv_buffer(layer, KVWriteLoc(slots, None), written_k, written_v)
-            self._account(layer_id, slots, exact_k, exact_v, codes_k, codes_v)
-        return out
+        # Exact is what a plain pool would have held: rounding to its dtype is not the quantizer's doing, and must
+        # come first, or the dither's radius would miss it.
+        g = self.geometry
+        call = AttentionCall(
+            attention=attention,
+            q=q,
+            k=k,
+            v=v,
+            exact_k=k.reshape(-1, g.num_kv_heads, g.head_dim).to(g.pool_dtype),
+            exact_v=v.reshape(-1, g.num_kv_heads, g.v_head_dim).to(g.pool_dtype),
+            layer=layer,
+            forward_batch=forward_batch,
+            reads_stored=is_decode or self.policy.prefill_reads == "stored",
+            kwargs=kwargs,
+        )
+        return self.cache.attend(call, self.plan, self.step)
 
-    def _quantize(
-        self, layer_id: int, k: Tensor, v: Tensor, forward_batch: Any
-    ) -> tuple[Tensor, Tensor, Encoded | None, Encoded | None]:
-        if layer_id not in self.quantized_layers:
-            return k, v, None, None
+    def encode(self, call: AttentionCall) -> tuple[Coded, Coded]:
+        """Keys and values of a call through the quantizer."""
+        g = self.geometry
         context = QuantContext(
-            head_ids=self.geometry.kv_head_ids,
-            head_dim=self.geometry.head_dim,
-            rotary=self.geometry.rotary,
-            storage_dtype=self.geometry.pool_dtype,
-            row_ids=self.row_ids[forward_batch.out_cache_loc],
+            head_ids=g.kv_head_ids,
+            head_dim=g.head_dim,
+            rotary=g.rotary,
+            storage_dtype=g.pool_dtype,
+            row_ids=self.row_ids[call.slots],
             dither_key=self.dither_key,
         )
-        positions = forward_batch.positions
-        results: list[tuple[Tensor, Encoded | None]] = []
-        for kind, exact in (("k", k), ("v", v)):
-            ctx = context if kind == "k" else replace(context, head_dim=self.geometry.v_head_dim)
+        positions, layer_id = call.forward_batch.positions, call.layer.layer_id
+
+        def coded(kind: Literal["k", "v"], exact: Tensor, ctx: QuantContext) -> Coded:
+            # A copy: a quantizer that wrote into its input would be measured against its own result.
+            x = exact.to(torch.float32, copy=True)
             if isinstance(self.quantizer, DitheredQuantizer):
-                codes = self.quantizer.encode(exact.float(), kind=kind, layer=layer_id, positions=positions, ctx=ctx)  # type: ignore[arg-type]
-                results.append((codes.values.to(exact.dtype), codes))
-            else:
-                fake = self.quantizer.fake_quantize(exact.float(), kind=kind, layer=layer_id, positions=positions, ctx=ctx)  # type: ignore[arg-type]
-                results.append((fake.to(exact.dtype), None))
-        (quantized_k, codes_k), (quantized_v, codes_v) = results
-        return quantized_k, quantized_v, codes_k, codes_v
+                codes = self.quantizer.encode(x, kind=kind, layer=layer_id, positions=positions, ctx=ctx)
+                return Coded(codes.values, codes)
+            return Coded(self.quantizer.fake_quantize(x, kind=kind, layer=layer_id, positions=positions, ctx=ctx), None)
 
-    def _account(
-        self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor, codes_k: Encoded | None, codes_v: Encoded | None
-    ) -> None:
-        dtype = self.geometry.pool_dtype
-        self.store.write(
-            layer_id,
-            slots,
-            exact_k=k.to(dtype),
-            exact_v=v.to(dtype),
-            stored_k=self.pool.get_key_buffer(layer_id)[slots],
-            stored_v=self.pool.get_value_buffer(layer_id)[slots],
-            encoded_k=codes_k,
-            encoded_v=codes_v,
-        )
+        return coded("k", call.exact_k, context), coded("v", call.exact_v, replace(context, head_dim=g.v_head_dim))
 
-    def _measure(self, layer: Any, q: Tensor, kwargs: dict[str, Any]) -> None:
-        plan, step = self.plan, self.step
-        layer_id = layer.layer_id
-        if plan is None or step is None or not plan.rows or layer_id not in self.metered_layers:
-            return
-        rows = q.reshape(-1, self.geometry.num_qo_heads, self.geometry.head_dim)[plan.tokens]
-
-        def cells(delta_loc: list[float], audit: bool) -> CellBatch:
-            return measure(
-                rows,
-                self.pool.get_key_buffer(layer_id),
-                self.pool.get_value_buffer(layer_id),
-                kv_indptr=plan.kv_indptr,
-                kv_indices=plan.kv_indices,
-                radii=self.store[layer_id],
-                sm_scale=layer.scaling,
-                delta_loc=delta_loc,
-                logits_soft_cap=layer.logit_cap,
-                window_left=layer.sliding_window_size,
-                sinks=kwargs.get("sinks"),
-                form=self.policy.meter.form,
-                exact_k=self.store.exact_k.get(layer_id),
-                audit_rows=plan.audited if audit else None,
-            )
-
-        auditing = bool(self.store.exact_k)
-        if self.uses_dither:
-            step.layers[layer_id] = cells([self.budget.delta_loc(row.ordinal) for row in plan.rows], auditing)
-            step.witness_layers[layer_id] = cells([0.0] * len(plan.rows), False)
-        else:
-            step.layers[layer_id] = cells([0.0] * len(plan.rows), auditing)
+    def deltas(self, plan: RowPlan) -> list[float]:
+        """Failure probability each cell of a metered row may spend; 0 under the deterministic tier."""
+        return [self.budget.delta_loc(row.ordinal) if self.uses_dither else 0.0 for row in plan.rows]
 
     # Requests ---------------------------------------------------------------------------------------------------
 
     def finish(self, req: Any) -> dict[str, Any]:
         """The summary of a finished request; its counts are forgotten."""
         self.planner.forget(req.rid)
+        self.cache.forget(req.rid)
+        if not self.ranks.reports:
+            return {}
         reason = req.finished_reason.to_json().get("type") if req.finished_reason else "unknown"
         return self.ledger.finish(req.rid, str(reason))
 
@@ -246,14 +204,16 @@ class Runtime:
             "backend": g.backend,
             "pool_dtype": str(g.pool_dtype).removeprefix("torch."),
             "num_layers": len(g.layers),
-            "num_qo_heads": g.num_qo_heads,
+            "num_qo_heads": g.total_qo_heads,
+            "num_ranks": self.ranks.size,
             "layers_metered": sorted(self.metered_layers),
             "layers_quantized": sorted(self.quantized_layers),
             "stride": self.policy.meter.stride,
             "audit_every": self.policy.meter.audit_every,
             "prefill_reads": self.policy.prefill_reads,
-            "bytes_witness": self.store.nbytes + self.row_ids.nbytes,
-            "bytes_audit_copies": self.store.exact_nbytes,
+            "bytes_witness": self.cache.bytes_side + self.row_ids.nbytes,
+            "bytes_audit_copies": self.cache.bytes_audit,
+            "gate": self.policy.gate.kind,
+            "storage": self.policy.quantizer.storage,
+            **self.cache.status(),
         }
-
-

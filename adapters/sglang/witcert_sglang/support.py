@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
+
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
 
 SGLANG_RANGE = SpecifierSet("==0.5.23")
@@ -23,7 +23,6 @@ HEAD_DIMS = range(16, 257, 16)
 
 # Server option -> (value that is fine, why the rest is refused).
 _REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
-    "tp_size": (1, "tensor parallelism: heads of other ranks would be missing from the report"),
     "pp_size": (1, "pipeline parallelism: layers of other ranks would be missing from the report"),
     "dp_size": (1, "data parallelism: requests of other replicas would be missing from the report"),
     "dcp_size": (1, "decode context parallelism: a rank sees a part of the tokens only"),
@@ -51,12 +50,8 @@ def check_version() -> None:
         )
 
 
-def check_policy(policy: Policy, quantizer: Quantizer) -> None:
-    """Raise UnsupportedError for a policy this adapter cannot carry out."""
-    if policy.gate.kind != "observe":
-        raise UnsupportedError(
-            f"gate.kind is {policy.gate.kind!r}: witcert-sglang does not repair blocks yet; set gate.kind: observe"
-        )
+def check_quantizer_kind(quantizer: Quantizer) -> None:
+    """Raise UnsupportedError for a quantizer this adapter cannot feed."""
     if quantizer.space != "post_rope" or quantizer.token_group != 1 or quantizer.state != "none":
         raise UnsupportedError(
             f"quantizer.name is {quantizer.name!r}, which needs {quantizer.space} keys, groups of "
@@ -96,6 +91,27 @@ def check_server(args: Any) -> None:
         )
 
 
+def check_gate(kind_repairs: bool, on_exhausted: str, args: Any) -> None:
+    """Raise UnsupportedError for an abort that only one rank's scheduler would know of."""
+    if kind_repairs and on_exhausted == "abort" and args.tp_size > 1:
+        raise UnsupportedError(
+            f"gate.on_exhausted: abort with --tp-size {args.tp_size}: the ranks' schedulers would part ways; use serve"
+        )
+
+
+def check_storage(storage: str, args: Any) -> None:
+    """Raise UnsupportedError for a packed cache where only its reference attention could read it."""
+    if storage == "packed" and args.device != "cpu":
+        raise UnsupportedError(
+            f"quantizer.storage: packed on device {args.device!r}: its kernels are not wired into SGLang yet, only the "
+            "CPU reference reads codes; set quantizer.storage to 'simulated'"
+        )
+    if storage == "packed" and args.kv_cache_dtype != "auto":
+        raise UnsupportedError(
+            f"--kv-cache-dtype {args.kv_cache_dtype} with quantizer.storage: packed: the pool holds codes; use auto"
+        )
+
+
 def check_port(host: str, port: int) -> None:
     """Raise UnsupportedError when `port` is taken, before a model is loaded for nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -107,12 +123,22 @@ def check_port(host: str, port: int) -> None:
             raise UnsupportedError(f"--port {port} on {host}: {error.strerror}; choose another --port") from error
 
 
-def check_model(config: Any, backend: str) -> None:
+def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto", device: str = "cpu") -> None:
     """Raise UnsupportedError for an architecture or head size the meter has no radii for."""
     name = (getattr(config.hf_config, "architectures", None) or ["this model"])[0]
     if config.attention_arch.name == "MLA":
         raise UnsupportedError(
             f"{name} uses multi-head latent attention (MLA): its cache holds latents, for which there is no witness yet"
+        )
+    if device != "cpu" and config.dtype == torch.float32:
+        raise UnsupportedError(
+            f"{name} in float32 on {device!r}: the engine multiplies in TF32 there, whose rounding no radius covers; "
+            "use --dtype bfloat16 or float16"
+        )
+    if kv_cache_dtype in ("bf16", "bfloat16") and config.dtype != torch.bfloat16:
+        raise UnsupportedError(
+            f"--kv-cache-dtype {kv_cache_dtype} under a {str(config.dtype).removeprefix('torch.')} model: it would "
+            "round before the quantizer does; use --kv-cache-dtype auto or --dtype bfloat16"
         )
     if config.head_dim not in HEAD_DIMS:
         raise UnsupportedError(
@@ -132,7 +158,30 @@ def check_model(config: Any, backend: str) -> None:
         )
 
 
-def check_pool(pool: Any) -> None:
+def check_layers(model: Any, num_layers: int) -> None:
+    """Raise UnsupportedError for attention layers that do more than causal softmax over their own keys."""
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    ids = sorted(layer.layer_id for layer in layers)
+    if ids != sorted(set(ids)) or len(ids) != num_layers:
+        raise UnsupportedError(
+            f"the model has attention layers {ids} over a pool of {num_layers} layers; metered are models in which "
+            "every layer of the pool belongs to one attention layer"
+        )
+    for layer in layers:
+        for odd, what in (
+            (layer.is_cross_attention, "cross-attention"),
+            (layer.attn_type != AttentionType.DECODER, f"{layer.attn_type.value} attention"),
+            (layer.use_irope, "chunked local attention (iRoPE)"),
+            ((layer.xai_temperature_len or 0) > 0, "a temperature that depends on position"),
+            (layer.pos_encoding_mode != "NONE", f"position encoding {layer.pos_encoding_mode} in the logits"),
+        ):
+            if odd:
+                raise UnsupportedError(f"attention layer {layer.layer_id} uses {what}, which the meter does not follow")
+
+
+def check_pool(pool: Any, packed: bool = False) -> None:
     """Raise UnsupportedError for a pool whose rows are not plain 16- or 32-bit keys and values, one row a token."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
@@ -142,5 +191,7 @@ def check_pool(pool: Any) -> None:
         )
     if pool.kv_cache_layout != "nhd":
         raise UnsupportedError(f"the pool's layout is {pool.kv_cache_layout!r}; metered is 'nhd'")
-    if pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise UnsupportedError(f"the pool's dtype is {pool.dtype}; metered are float32, float16 and bfloat16")
+    allowed = (torch.int8,) if packed else (torch.float32, torch.float16, torch.bfloat16)
+    if pool.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise UnsupportedError(f"the pool's dtype is {pool.dtype}; with this policy it must be {names}")

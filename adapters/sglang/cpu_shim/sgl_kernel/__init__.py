@@ -8,13 +8,10 @@ purpose: its absence is how SGLang sees that there is no AMX and chooses plain t
 import ctypes
 
 
-
 def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
     """Write each request's new slots into its row of `req_to_token` [REQUESTS, MAX_CONTEXT]."""
     done = 0
-    for row, start, end in zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    ):
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         count = end - start
         req_to_token[row, start:end] = out_cache_loc[done : done + count].to(req_to_token.dtype)
         done += count
@@ -31,7 +28,9 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
 
 def _not_provided(name):
     def fail(*_args, **_kwargs):
-        raise NotImplementedError(f"sgl_kernel CPU stand-in: {name} belongs to speculative decoding and is not provided")
+        raise NotImplementedError(
+            f"sgl_kernel CPU stand-in: {name} belongs to speculative decoding and is not provided"
+        )
 
     fail.__name__ = name
     return fail

@@ -1,0 +1,102 @@
+import WitCert.Attention.NeedleCells
+import WitCert.Attention.Sweep
+import WitCert.Attention.Softmax
+import WitCert.Attention.Output
+import WitCert.Probability.Budget
+/-!
+# The chain, from its first link to its last
+
+Tier W: stored band norms ⟹ `TV(softmax z, softmax z̃) ≤ tanh(M/2)` for the true attention weights, and likewise for every
+other form. Tier D: dithered keys ⟹ `P(some cell has TV above its meter) ≤ δ_req`.
+-/
+set_option synthInstance.maxSize 4000
+universe u v w x
+namespace WitCert
+
+/-- **A further error adds to the radius**: `|z̃ - z| ≤ c` and `|ẑ - z̃| ≤ ω` give `|ẑ - z| ≤ c + ω` (the kernel's own
+arithmetic, a cast of `P`).
+
+Code: `witcert_core.radii.arithmetic_radius` (fused: `ω` goes into `c`).
+`python: abs(z_again[0] - z[0]) <= c[0] + abs(z_again[0] - z_tilde[0])` -/
+theorem radius_add {α : Type u} [OrderedField α] {z zt zh c ω : α} (h1 : abs (zt - z) ≤ c) (h2 : abs (zh - zt) ≤ ω) : abs (zh - z) ≤ c + ω := by
+  refine le_trans (le_trans (le_of_eq (congrArg abs (show zh - z = (zh - zt) + (zt - z) from by ring))) (abs_add _ _)) ?_
+  exact le_trans (add_le_add h2 h1) (le_of_eq (by ring))
+
+variable {α : Type u} [ExpField α]
+
+/-- The total variation of two softmaxes is that of the cell they make. -/
+theorem ofLogits_TV {ι : Type v} (i : ι) (l : List ι) (z zt c : ι → α) (hc : ∀ t, abs (zt t - z t) ≤ c t) :
+    (ofLogits i l z zt c).TV = tv (softmax z (.cons i l)) (softmax zt (.cons i l)) (.cons i l) := by
+  show sum (fun t => abs ((ofLogits i l z zt c).p t - softmax zt (.cons i l) t)) (.cons i l) / 2 = _
+  exact congrArg (fun v => v / 2) (sum_congr (.cons i l) (fun t => by rw [ofLogits_p i l z zt c hc t]))
+
+/-- **Tier W, end to end.** Keys `x_t` and what the cache gives back, `y_t`, differ in band `b` by at most `w_t b`; the query
+has band norms `n_b`. If `|scale| Σ_b n_b w_{t,b} ≤ M` for every token then
+`TV(softmax(scale⟨q,x⟩), softmax(scale⟨q,y⟩)) ≤ tanh(M/2)`.
+
+Code: `witcert_core.radii.radius_witness`, `witcert_core.accumulate.accumulate`, `witcert_core.bounds.tanh.bound`.
+`python: all(abs(x - v) <= b for x, v, b in zip(z_tilde, z, c)) and head.cell.TV <= (head.cell.R - 1) / (head.cell.R + 1) <= head.cell.code("tanh")` -/
+theorem tier_w_tanh {ι : Type v} {β : Type w} {κ : Type x} (i : ι) (l : List ι) (bands : List β) (k : β → List κ)
+    (q : β → κ → α) (x y : ι → β → κ → α) (n : β → α) (w : ι → β → α) (scale M : α)
+    (hn : ∀ b, NormLe (k b) (q b) (n b)) (hw : ∀ t b, NormLe (k b) (fun j => y t b j - x t b j) (w t b))
+    (hM : ∀ t, abs scale * sum (fun b => n b * w t b) bands ≤ M) :
+    tv (softmax (fun t => scale * sum (fun b => dot (k b) (q b) (x t b)) bands) (.cons i l))
+      (softmax (fun t => scale * sum (fun b => dot (k b) (q b) (y t b)) bands) (.cons i l)) (.cons i l) ≤ tanh (2⁻¹ * M) := by
+  have hc : ∀ t, abs (scale * sum (fun b => dot (k b) (q b) (y t b)) bands - scale * sum (fun b => dot (k b) (q b) (x t b)) bands)
+      ≤ abs scale * sum (fun b => n b * w t b) bands := fun t => witness_radius bands k q (x t) (y t) n (w t) scale hn (hw t)
+  have h := ofLogits_sound i l _ _ _ hc
+  have b := h.tv_le_tanh (exp M) (fun t => exp_mono (hM t))
+  rw [ofLogits_TV i l _ _ _ hc] at b
+  refine le_trans b (le_of_eq ?_)
+  show (exp M - 1) / (exp M + 1) = (exp (2 * (2⁻¹ * M)) - 1) / (exp (2 * (2⁻¹ * M)) + 1)
+  rw [show 2 * (2⁻¹ * M) = M from eq_lin two_half M (by ring)]
+
+/-- **Any form, end to end.** Whatever bounds the `TV` of every sound cell with these weights and radii bounds the total
+variation of the two softmaxes: `jensen`, `needle`, `extremal` apply to the true attention weights.
+
+Code: `witcert_core.bounds.meter`.
+`python: TV <= min(1, code("tanh"), code("jensen"), code("needle")) == code("meter")` -/
+theorem any_form {ι : Type v} (i : ι) (l : List ι) (z zt c : ι → α) (hc : ∀ t, abs (zt t - z t) ≤ c t) (B : α)
+    (hB : ∀ x : Cell α ι, x.Sound → x.l = .cons i l → (∀ t, x.w t = softmax zt (.cons i l) t) → (∀ t, x.r t = exp (c t)) → x.TV ≤ B) :
+    tv (softmax z (.cons i l)) (softmax zt (.cons i l)) (.cons i l) ≤ B := by
+  rw [← ofLogits_TV i l z zt c hc]
+  exact hB _ (ofLogits_sound i l z zt c hc) rfl (fun _ => rfl) (fun _ => rfl)
+
+/-- **The meter is a bound**: the smallest of 1 and any of the forms.
+
+Code: `witcert_core.bounds.meter`, `witcert_core.bounds.reference_meter`.
+`python: TV <= min(1, code("tanh"), code("jensen"), code("needle")) and TV <= min(1, code("extremal"))` -/
+theorem meter_sound {ι : Type v} {x : Cell α ι} (h : x.Sound) {t j n : α} (ht : x.TV ≤ t) (hj : x.TV ≤ j) (hn : x.TV ≤ n) :
+    x.TV ≤ min 1 (min t (min j n)) := le_min h.tv_le_one (le_min ht (le_min hj hn))
+
+/-- **The proxy of the code**: `proxy(n, 1/2^{n+1}) = (1 - 4⁻ⁿ)/12`.
+
+Code: `witcert_core.radii.radius_dither` (`(1 - 4⁻⁸)/12`).
+`python: sum((2 ** i * half_step(n)) ** 2 for i in range(n)) == proxy(n)` -/
+theorem proxy_half (n : Nat) : 12 * proxy n (halfStep n) * pow 4 n = (pow 4 n - 1 : α) := by
+  have e := proxy_closed (α := α) n (halfStep n)
+  have h := halfStep_mul (α := α) n
+  have p := pow_two_sq (α := α) n
+  -- 4·halfStep²·4ⁿ = (2·halfStep·2ⁿ)² = 1
+  have s : 4 * (halfStep n * halfStep n) * pow 4 n = (1 : α) := by
+    rw [← p]
+    exact eq_lin h (2 * halfStep n * pow 2 n + 1) (by ring)
+  exact eq_lin2 e s (4 * pow 4 n) (pow 4 n - 1) (by ring)
+
+/-- **Tier D, end to end.** `N` cells with `N·δ_loc = δ_req`; in each, `S` visible tokens with `2 S e^{-ℓ} ≤ δ_loc`, every row
+fresh for its own token. If a cell's meter is right whenever none of its radii is violated, the probability that some cell
+has `TV` above its meter is at most `δ_req`. No independence between tokens, rows or cells is used.
+
+Code: `witcert_core.radii.radius_dither`, `witcert_core.budget.Budget`, `witcert_core.meter.measure`.
+`python: budget.num_cells * dither.S * 2 * exp_down(-log_up(2 * dither.S / budget.declared_loc())) <= budget.delta_req` -/
+theorem tier_d_request {Ω : Type v} {κ : Type w} {Θ : Type x} (L : Law α Ω) {n : Nat} {chans : List κ} {rd : α → α} (hrd : Nearest rd)
+    {γ ι : Type w} (cells : List γ) (tokens : γ → List ι) (u : ι → κ → Ω → α) (T : γ → ι → Token α κ Θ) (ξ : γ → ι → Ω → Θ)
+    (TV meter : γ → Ω → α) {ell δ_loc δ_req : α}
+    (hrow : ∀ i, Row L n chans (u i)) (hfresh : ∀ g i, Fresh L (ξ g i) (u i)) (hT : ∀ g i θ, (T g i).Valid chans n θ ell)
+    (hS : ∀ g, sum (fun _ => (1 : α)) (tokens g) * (2 * exp (-ell)) ≤ δ_loc) (hN : sum (fun _ => (1 : α)) cells * δ_loc = δ_req)
+    (hmeter : ∀ g o, anyOf (fun i ω => Law.gtB ((T g i).c (ξ g i ω)) (abs ((T g i).err chans (ξ g i ω) rd (fun j => u i j ω)))) (tokens g) o = false →
+      TV g o ≤ meter g o) :
+    L.P (anyOf (fun g o => Law.gtB (meter g o) (TV g o)) cells) ≤ δ_req :=
+  meter_claim L cells (fun g => anyOf (fun i ω => Law.gtB ((T g i).c (ξ g i ω)) (abs ((T g i).err chans (ξ g i ω) rd (fun j => u i j ω)))) (tokens g))
+    TV meter hmeter (budget_declared L _ cells (fun g => tier_d_cell L hrd (tokens g) u (T g) (ξ g) hrow (hfresh g) (hT g) (hS g)) hN)
+end WitCert

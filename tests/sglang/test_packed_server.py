@@ -1,0 +1,96 @@
+"""The packed INT8 cache in a running server: answers, certificates, and the tokens SGLang itself says it holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Metered, ask_many, samples_of_each_task, write_policy
+from witcert_demo.servers import running_server
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture(scope="module")
+def packed_original(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metered]:
+    work = tmp_path_factory.mktemp("packed")
+    policy = write_policy(
+        work / "policy.yaml",
+        quantizer={"name": "int8_dither_w", "storage": "packed"},
+        meter={"stride": 1, "audit_every": 1, "max_rows": 2},
+        prefill_reads="stored",
+    )
+    options = ["--dtype", "bfloat16", "--chunked-prefill-size", "128", "--enable-mixed-chunk"]
+    with running_server(checkpoint, policy=policy, log=work / "log", options=options) as server:
+        yield Metered(server, work / "none")
+
+
+def test_answers_and_certificates(packed_original: Metered) -> None:
+    asked = ask_many(packed_original.server, samples_of_each_task(6))
+    assert sum(a.right for a in asked) >= 0.95 * len(asked)
+    summaries = [a.summary for a in asked if a.summary is not None]
+    assert len(summaries) == len(asked)
+    measured = sum(s["cells_measured"] for s in summaries)
+    assert sum(s["certified_cells"] for s in summaries) >= 0.9 * measured > 0
+    assert sum(s["audit"]["violations"] for s in summaries) == 0
+    assert sum(s["audit"]["cells"] for s in summaries) > 100
+
+
+def test_a_prefix_hit_reads_the_same_codes(packed_original: Metered) -> None:
+    prompt = samples_of_each_task(1, seed=21)[2].prompt
+    cold, warm = packed_original.generate(prompt), packed_original.generate(prompt)
+    assert warm["meta_info"]["cached_tokens"] > 400 > cold["meta_info"]["cached_tokens"]
+    assert warm["output_ids"] == cold["output_ids"]
+
+
+def test_the_pool_is_what_the_status_says(packed_original: Metered) -> None:
+    with packed_original.server.client() as client:
+        status = client.get("/witcert/status").json()
+    assert status["storage"] == "packed"
+    assert status["bytes_packed_pool"] == 4 * 2 * (8192 + 1) * (2 * (64 + 4) + 2)
+
+
+def wide_model(source: Path, target: Path) -> Path:
+    """A random Llama with head_dim 128 and the tokenizer of `source`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=2048,
+        torch_dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(target)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (target / name).write_text((source / name).read_text())
+    assert json.loads((target / "config.json").read_text())["head_dim"] == 128
+    return target
+
+
+def test_capacity_at_equal_memory(checkpoint: Path, tmp_path: Path) -> None:
+    """By SGLang's own account: tokens it holds and the bytes it says they take.
+
+    Free memory differs between two starts, so the tokens are compared per byte that the server gave its pool.
+    """
+    model = wide_model(checkpoint, tmp_path / "wide")
+    policy = write_policy(tmp_path / "policy.yaml", quantizer={"name": "int8_dither", "storage": "packed"})
+    tokens_per_gb = {}
+    for name, chosen, dtype in (("bf16", None, "bf16"), ("packed", policy, "auto")):
+        options = ["--dtype", "bfloat16", "--kv-cache-dtype", dtype, "--mem-fraction-static", "0.2"]
+        options += ["--max-total-tokens", "100000000"]
+        with running_server(model, policy=chosen, log=tmp_path / name, options=options) as server:
+            with server.client() as client:
+                tokens = client.get("/server_info").json()["max_total_num_tokens"]
+            found = re.search(r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB", server.log_text())
+        assert found is not None
+        assert int(found[1]) == tokens
+        tokens_per_gb[name] = tokens / (float(found[2]) + float(found[3]))
+    assert tokens_per_gb["packed"] / tokens_per_gb["bf16"] == pytest.approx(512 / 272, rel=0.01)

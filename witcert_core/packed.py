@@ -1,0 +1,119 @@
+"""The packed INT8 cache: codes, scales and row ids of every slot, and the radii that follow from them.
+
+Shapes: SLOTS slots, N tokens written, S read, Hkv local KV heads, D head_dim, Dv v_head_dim, Gr = ceil(D / 32) groups.
+
+At D = 128 a token takes 272 bytes per KV head: 2 * (128 codes + 4 float16 scales); the stored witness takes 4 more.
+The dither row of a slot is one number for all layers and heads; the row itself is made again from it when read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from witcert_core.dither import DitherKey, dequantize_int8, group_witness_codes, rows
+from witcert_core.quantizers.base import Encoded
+from witcert_core.radii import radius_dither, radius_group_witness
+
+HALF_STEPS_UP = 1 + 2.0**-13
+"""Covers the fp32 rounding of a dequantized value beside the half steps of its groups."""
+
+
+def half_step_radius(scales: Tensor, head_dim: int) -> Tensor:
+    """rho [...] float64: how far a dequantized vector can be from the exact one, ``sqrt(sum_g n_g s_g^2) / 2``.
+
+    scales [..., Gr] float16; group g has n_g channels, 32 but for a short last one. An unknown scale gives infinity.
+    """
+    num_groups = scales.shape[-1]
+    sizes = torch.full((num_groups,), 32.0, dtype=torch.float64, device=scales.device)
+    sizes[-1] = head_dim - 32 * (num_groups - 1)
+    squares = scales.double().square().nan_to_num(nan=float("inf"))
+    return (sizes * squares).sum(-1).sqrt() / 2 * HALF_STEPS_UP
+
+
+@dataclass
+class PackedLayer:
+    """One layer's buffers, owned by the engine's pool; also the `Radii` that `meter.measure` asks.
+
+    k, v [SLOTS, Hkv, D] int8; k_scale, v_scale [SLOTS, Hkv, Gr] float16, infinite where nothing was written;
+    k_witness [SLOTS, Hkv, Gr] uint8 or None.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    k_witness: Tensor | None = None
+
+    def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
+        """c [H, S] float64; see `radii.radius_dither` and `radii.radius_group_witness`."""
+        scales = self.k_scale[slots]
+        radius = radius_dither(q, scales, sm_scale, delta_loc, slots.numel())
+        if self.k_witness is None:
+            return radius
+        return torch.minimum(radius, radius_group_witness(q, scales, self.k_witness[slots], sm_scale))
+
+    def value_radius(self, slots: Tensor) -> Tensor:
+        """rho [S, Hkv] float64."""
+        return half_step_radius(self.v_scale[slots], self.v.shape[-1])
+
+
+class PackedCache:
+    """All layers of one rank. `row_ids` [SLOTS] int64 is shared by them: the pass in which a slot was written."""
+
+    def __init__(
+        self, layers: Mapping[int, PackedLayer], row_ids: Tensor, key: DitherKey, head_ids: tuple[int, ...]
+    ) -> None:
+        self.layers = dict(layers)
+        self.row_ids = row_ids
+        self.key = key
+        self.head_ids = head_ids
+
+    def __getitem__(self, layer: int) -> PackedLayer:
+        return self.layers[layer]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and witnesses."""
+        buffers = (b for x in self.layers.values() for b in (x.k, x.v, x.k_scale, x.v_scale, x.k_witness))
+        return sum(b.nbytes for b in buffers if b is not None)
+
+    def write(self, layer: int, slots: Tensor, exact_k: Tensor, k: Encoded, v: Encoded) -> None:
+        """Store N tokens: their codes and scales, and the witness of the keys if the layout has one."""
+        target = self.layers[layer]
+        target.k[slots], target.k_scale[slots] = k.codes, k.scales
+        target.v[slots], target.v_scale[slots] = v.codes, v.scales
+        if target.k_witness is not None:
+            target.k_witness[slots] = group_witness_codes(exact_k, k.values, k.scales)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Dequantized k [S, Hkv, D] and v [S, Hkv, Dv] float32 of `slots`; each pass's dither row is made once."""
+        source = self.layers[layer]
+        passes, which = torch.unique(self.row_ids[slots], return_inverse=True)
+        dims = (source.k.shape[-1], source.v.shape[-1])
+        u = rows(self.key, passes, layer, self.head_ids, max(dims))[which]
+        k = dequantize_int8(source.k[slots], source.k_scale[slots], u[..., : dims[0]])
+        v = dequantize_int8(source.v[slots], source.v_scale[slots], u[..., : dims[1]])
+        return k, v
+
+
+@dataclass(frozen=True)
+class ReadTokens:
+    """`Radii` over tokens that were gathered: token i came from slot `slots[i]`, or is exact where `exact[i]`.
+
+    slots [M] int64, exact [M] bool. Exact tokens have radius 0 but still count in the union over tokens.
+    """
+
+    layer: PackedLayer
+    slots: Tensor
+    exact: Tensor
+
+    def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
+        radius = self.layer.key_radius(q, self.slots[slots], sm_scale, delta_loc)
+        return radius.masked_fill(self.exact[slots], 0.0)
+
+    def value_radius(self, slots: Tensor) -> Tensor:
+        return self.layer.value_radius(self.slots[slots]).masked_fill(self.exact[slots, None], 0.0)

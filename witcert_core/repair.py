@@ -1,0 +1,292 @@
+"""The gate at work: bound the rows of one request in one layer, restore exact blocks until the gate is content.
+
+Shapes: R rows of one request, G query heads per KV head, C = R * G cells of one KV head, S tokens the last row sees,
+Hkv KV heads, D head_dim, Dv v_head_dim. A block is `block_size` consecutive positions of one layer and KV head.
+
+Nothing is inferred from a repair: after each one weights, radii and bounds are computed again from the cache as it is.
+Repairs are persistent: the exact keys and values stay in the engine's cache, so a block is paged in at most once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from witcert_core.cells import Terms, bounds_of, kernel_radius, sum_terms
+from witcert_core.gates import Gate, GateState, block_risk
+from witcert_core.layout import AccField
+from witcert_core.meter import CellBatch, true_tv
+from witcert_core.output import relative_output_bound
+from witcert_core.shadow import ShadowStore
+from witcert_core.store import LayerSlots, SlotStore
+from witcert_core.tv import attention_logits
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One attention call as the engine made it. The caches are written to by repairs.
+
+    k_cache [SLOTS, Hkv, D], v_cache [SLOTS, Hkv, Dv]; sinks [H] or None; window_left negative for no window.
+    """
+
+    layer: int
+    k_cache: Tensor
+    v_cache: Tensor
+    sm_scale: float
+    logits_soft_cap: float = 0.0
+    window_left: int = -1
+    sinks: Tensor | None = None
+    exact_k: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RequestRows:
+    """The rows of one request in this pass: q [R, H, D], their positions, slots [S] of positions 0..S-1.
+
+    delta_loc: failure probability each cell may spend. audited: bool [R].
+    """
+
+    request_id: str
+    q: Tensor
+    positions: Tensor
+    slots: Tensor
+    delta_loc: float
+    audited: Tensor
+
+
+@dataclass
+class Outcome:
+    """What the gate did for one request in one layer.
+
+    outputs: KV head -> [R, G, Dv] in the query's dtype, for heads whose output must replace the engine's.
+    status [R, H] int64 of `CellStatus`. witness_cells: the same cells under the deterministic radii, where `cells` used
+    the dither law. gave_up: why some cell stayed above its target, if one did.
+    """
+
+    cells: CellBatch
+    status: Tensor
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    witness_cells: CellBatch | None = None
+    repaired_blocks: int = 0
+    repaired_bytes: int = 0
+    gave_up: str = ""
+
+
+class BlockRepairer:
+    """Runs a repairing gate over the requests of a pass; one per process.
+
+    Page-in bytes are counted per request over its life (`forget` ends it).
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        store: SlotStore,
+        shadow: ShadowStore,
+        *,
+        block_size: int,
+        max_pagein_bytes: int | None,
+        form: str = "auto",
+    ) -> None:
+        self.gate = gate
+        self.store = store
+        self.shadow = shadow
+        self.block_size = block_size
+        self.max_pagein_bytes = max_pagein_bytes
+        self.form = form
+        self._moved: Counter[str] = Counter()
+        self._touched: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+
+    def begin_pass(self) -> None:
+        """Forget which slots were repaired in the pass before."""
+        self._touched.clear()
+
+    def forget(self, request_id: str) -> None:
+        self._moved.pop(request_id, None)
+
+    def run(self, call: LayerCall, rows: RequestRows) -> Outcome:
+        """Bound, repair and bound again, KV head by KV head."""
+        self.shadow.touch(rows.slots)
+        heads = [self._run_head(call, rows, head) for head in range(call.k_cache.shape[1])]
+        has_sink = call.sinks is not None
+        outcome = Outcome(
+            cells=_merge([head.terms for head in heads], rows, rows.delta_loc, self.form, has_sink),
+            status=_side_by_side([head.status for head in heads], len(rows.q)),
+            outputs={i: head.output for i, head in enumerate(heads) if head.output is not None},
+            repaired_blocks=sum(head.blocks for head in heads),
+            repaired_bytes=sum(head.bytes for head in heads),
+            gave_up="; ".join(sorted({head.gave_up for head in heads if head.gave_up})),
+        )
+        truths = [head.truth for head in heads if head.truth is not None]
+        if truths:
+            outcome.cells = replace(outcome.cells, tv_audit=torch.cat(truths, 1))
+        if rows.delta_loc > 0:
+            certain = [head.certain for head in heads if head.certain is not None]
+            outcome.witness_cells = _merge(certain, rows, 0.0, self.form, has_sink)
+        return outcome
+
+    def _run_head(self, call: LayerCall, rows: RequestRows, head: int) -> _HeadOutcome:
+        group = _HeadRows(call, rows, head, self.store[call.layer].head(head), self.form)
+        first: Tensor | None = None
+        blocks = moved = 0
+        while True:
+            terms, weights, radius = group.evaluate(rows.delta_loc)
+            meter, _, out = bounds_of(terms, self.form, call.sinks is not None)
+            first = meter if first is None else first
+            exact = group.side.is_exact(rows.slots)
+            num_blocks = -(-rows.slots.numel() // self.block_size)
+            block_of = torch.arange(rows.slots.numel()) // self.block_size
+            left = None if self.max_pagein_bytes is None else self.max_pagein_bytes - self._moved[rows.request_id]
+            state = GateState(
+                meter=meter,
+                log_a=terms.acc[:, AccField.LOG_A],
+                out_rel=relative_output_bound(out, terms.norm),
+                first_meter=first,
+                block_risk=block_risk(weights, radius, block_of, num_blocks),
+                repaired=_all_of(exact, block_of, num_blocks),
+                available=_all_of(self.shadow.has(rows.slots) | exact, block_of, num_blocks),
+                block_bytes=self.block_size * group.bytes_per_token,
+                bytes_left=left,
+                value_risk=group.value_risk(weights, terms.norm, block_of, num_blocks),
+            )
+            decision = self.gate.decide(state)
+            if decision.action != "repair" or decision.block is None:
+                break
+            wanted = rows.slots[(block_of == decision.block) & ~exact]
+            self._restore(call, wanted, head)
+            blocks += 1
+            moved += wanted.numel() * group.bytes_per_token
+            self._moved[rows.request_id] += wanted.numel() * group.bytes_per_token
+        # Also when another request of this pass restored a block that this one reads: the engine's output is older.
+        stale = any(bool(torch.isin(slots, rows.slots).any()) for slots in self._touched[call.layer, head])
+        return _HeadOutcome(
+            terms=terms,
+            certain=group.evaluate(0.0)[0] if rows.delta_loc > 0 else None,
+            status=decision.status,
+            truth=group.truth(),
+            output=group.serve() if stale else None,
+            blocks=blocks,
+            bytes=moved,
+            gave_up=decision.reason,
+        )
+
+    def _restore(self, call: LayerCall, slots: Tensor, head: int) -> None:
+        k, v = self.shadow.get(call.layer, slots, head)
+        call.k_cache[slots, head] = k.to(call.k_cache)
+        call.v_cache[slots, head] = v.to(call.v_cache)
+        self.store[call.layer].head(head).mark_exact(slots)
+        self._touched[call.layer, head].append(slots)
+
+
+@dataclass
+class _HeadOutcome:
+    terms: Terms
+    certain: Terms | None
+    status: Tensor
+    truth: Tensor | None
+    output: Tensor | None
+    blocks: int
+    bytes: int
+    gave_up: str
+
+
+class _HeadRows:
+    """The cells of one KV head: R rows times G query heads, over the S tokens the last row sees."""
+
+    def __init__(self, call: LayerCall, rows: RequestRows, head: int, side: LayerSlots, form: str) -> None:
+        self.call, self.rows, self.head, self.side, self.form = call, rows, head, side, form
+        num_rows, num_heads, dim = rows.q.shape
+        self.group = num_heads // call.k_cache.shape[1]
+        self.own = slice(head * self.group, (head + 1) * self.group)
+        self.q = rows.q[:, self.own].reshape(num_rows * self.group, dim)
+        place = torch.arange(rows.slots.numel())
+        seen = place[None] <= rows.positions[:, None]
+        if call.window_left >= 0:
+            seen &= place[None] >= rows.positions[:, None] - call.window_left
+        self.seen = seen.repeat_interleave(self.group, 0)
+        self.sinks = None if call.sinks is None else call.sinks[self.own].repeat(num_rows)
+        self.bytes_per_token = (dim + call.v_cache.shape[-1]) * call.k_cache.element_size()
+
+    def evaluate(self, delta_loc: float) -> tuple[Terms, Tensor, Tensor]:
+        """Terms of the C cells, their weights [C, S] and radii [C, S], from the cache as it is now."""
+        call, q = self.call, self.q.to(torch.float64)
+        k, v = self._stored()
+        unseen = ~self.seen
+        logits = attention_logits(q, k.to(torch.float64), call.sm_scale, call.logits_soft_cap)
+        logits = logits.masked_fill(unseen, float("-inf"))
+        scale = abs(call.sm_scale)
+        radius = self.side.key_radius(q, self.rows.slots, scale, delta_loc).masked_fill(unseen, 0.0)
+        sixteen_bit = min(k.element_size(), self.q.element_size()) <= 2
+        omega = kernel_radius(q, k, scale, call.logits_soft_cap, sixteen_bit).masked_fill(unseen, 0.0)
+        rho = self.side.value_radius(self.rows.slots)
+        terms = sum_terms(logits, radius, omega, v.to(torch.float64), rho, sinks=self.sinks, form=self.form)
+        return terms, torch.softmax(logits, -1), radius
+
+    def value_risk(self, weights: Tensor, norm: Tensor, block_of: Tensor, num_blocks: int) -> Tensor:
+        """``sum p~ rho / ||o~||`` per block, [N]."""
+        risk = weights * self.side.value_radius(self.rows.slots).squeeze(-1) / norm.clamp(min=1e-300)[:, None]
+        total = torch.zeros(num_blocks, dtype=torch.float64)
+        return total.index_add(0, block_of, risk.nan_to_num(nan=float("inf")).sum(0))
+
+    def serve(self) -> Tensor:
+        """Outputs [R, G, Dv] with the engine's arithmetic: its dtype, softmax in float32."""
+        k, v = self._stored()
+        logits = attention_logits(self.q.float(), k.float(), self.call.sm_scale, self.call.logits_soft_cap)
+        logits = logits.masked_fill(~self.seen, float("-inf"))
+        if self.sinks is not None:
+            logits = torch.cat([logits, self.sinks[:, None].float()], -1)
+        weights = torch.softmax(logits, -1)[:, : k.shape[0]]
+        out = weights @ v[:, 0].float()
+        return out.to(self.rows.q.dtype).view(-1, self.group, out.shape[-1])
+
+    def truth(self) -> Tensor | None:
+        """True TV [R, G], NaN in rows that are not audited; None without exact keys."""
+        if self.call.exact_k is None or not bool(self.rows.audited.any()):
+            return None
+        found = torch.full((len(self.rows.q), self.group), float("nan"), dtype=torch.float64)
+        exact = self.call.exact_k[self.rows.slots, self.head][:, None]
+        stored, _ = self._stored()
+        for row in self.rows.audited.nonzero().flatten().tolist():
+            seen = self.seen[row * self.group]
+            sinks = None if self.sinks is None else self.sinks[: self.group]
+            q = self.rows.q[row, self.own]
+            found[row] = true_tv(q, stored[seen], exact[seen], self.call.sm_scale, self.call.logits_soft_cap, sinks)
+        return found
+
+    def _stored(self) -> tuple[Tensor, Tensor]:
+        slots = self.rows.slots
+        return self.call.k_cache[slots, self.head][:, None], self.call.v_cache[slots, self.head][:, None]
+
+
+def _all_of(flags: Tensor, block_of: Tensor, num_blocks: int) -> Tensor:
+    """bool [N]: whether every token of a block has its flag [S]."""
+    lacking = torch.zeros(num_blocks, dtype=torch.int64).index_add(0, block_of, (~flags).to(torch.int64))
+    return lacking == 0
+
+
+def _side_by_side(parts: Sequence[Tensor], num_rows: int) -> Tensor:
+    """Tensors [R * G, ...] of the KV heads as one [R, H, ...], query heads in order."""
+    return torch.cat([part.reshape(num_rows, -1, *part.shape[1:]) for part in parts], 1)
+
+
+def _merge(parts: Sequence[Terms], rows: RequestRows, delta_loc: float, form: str, has_sink: bool) -> CellBatch:
+    """The cells of all KV heads as one batch [R, H]."""
+    num_rows = len(rows.q)
+    names = ("acc", "extra", "norm", "swept")
+    terms = Terms(*(_side_by_side([getattr(part, name) for part in parts], num_rows) for name in names))
+    meter, which, out = bounds_of(terms, form, has_sink)
+    return CellBatch(
+        acc=terms.acc,
+        meter=meter,
+        form=which,
+        log_a=terms.acc[..., AccField.LOG_A].clone(),
+        out_bound=out,
+        out_norm=terms.norm,
+        num_visible=rows.positions + 1,
+        tv_audit=None,
+        delta_loc=torch.full((num_rows,), delta_loc, dtype=torch.float64),
+    )

@@ -1,0 +1,112 @@
+"""Exact copies of keys and values, by slot, in host memory: what a repair writes back.
+
+Shapes: SLOTS slots of the engine's pool, ROWS copies kept, Hkv local KV heads, D head_dim, Dv v_head_dim.
+
+A copy belongs to the token last written into its slot. When the memory is full the copies used longest ago go first;
+their blocks are then *unrepairable*, which is reported as such and never as fine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from witcert_core.errors import InputError
+
+NO_ROW = -1
+
+
+class ShadowStore:
+    """Copies of up to `num_rows` slots for every layer; all layers of a slot come and go together.
+
+    num_rows: as many as the caller's memory limit allows; with at least `num_slots` nothing is ever lost.
+    pinned: page-locked memory, so that a GPU can fetch it without a copy in between.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: Sequence[int],
+        num_slots: int,
+        num_rows: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        pinned: bool = False,
+    ) -> None:
+        if num_rows < 1:
+            raise InputError(f"the shadow store has room for {num_rows} slots; give it memory for at least one")
+        rows = min(num_rows, num_slots)
+
+        def copies(width: int) -> Tensor:
+            return torch.empty(rows, num_kv_heads, width, dtype=dtype, pin_memory=pinned)
+
+        self._k = {layer: copies(head_dim) for layer in layers}
+        self._v = {layer: copies(v_head_dim) for layer in layers}
+        self._row_of = torch.full((num_slots,), NO_ROW, dtype=torch.int64)
+        self._slot_of = torch.full((rows,), NO_ROW, dtype=torch.int64)
+        self._used = torch.zeros(rows, dtype=torch.int64)
+        self._clock = 0
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._slot_of.numel())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for kept in (self._k, self._v) for t in kept.values())
+
+    def claim(self, slots: Tensor) -> None:
+        """Make room for the tokens about to be written into `slots` [N]; their former copies are void.
+
+        Of more slots than there are rows only the last ones are kept.
+        """
+        slots = slots.to(torch.int64)
+        self._clock += 1
+        self._release(slots)
+        wanted = slots[-self.num_rows :]
+        # Free rows carry the oldest stamp of all, so they are taken before anything is evicted.
+        rows = torch.argsort(self._used, stable=True)[: wanted.numel()]
+        evicted = self._slot_of[rows]
+        self._row_of[evicted[evicted != NO_ROW]] = NO_ROW
+        self._slot_of[rows] = wanted
+        self._row_of[wanted] = rows
+        self._used[rows] = self._clock
+
+    def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Copy k [N, Hkv, D] and v [N, Hkv, Dv] of the claimed `slots` [N]; slots without a row are left out."""
+        rows = self._row_of[slots]
+        kept = rows != NO_ROW
+        self._k[layer][rows[kept]] = k[kept].to(self._k[layer])
+        self._v[layer][rows[kept]] = v[kept].to(self._v[layer])
+
+    def has(self, slots: Tensor) -> Tensor:
+        """bool [N]: whether the exact copy of each slot is here."""
+        return self._row_of[slots] != NO_ROW
+
+    def get(self, layer: int, slots: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
+        """k [N, D] and v [N, Dv] of one KV head; InputError where a copy is gone (ask `has` first)."""
+        rows = self._row_of[slots]
+        if bool((rows == NO_ROW).any()):
+            raise InputError(f"layer {layer}: the copy of slot {int(slots[rows == NO_ROW][0])} is gone")
+        self._used[rows] = self._clock
+        return self._k[layer][rows, kv_head], self._v[layer][rows, kv_head]
+
+    def drop(self, slots: Tensor) -> None:
+        """Forget the copies of `slots`: something else is in them now."""
+        self._release(slots.to(torch.int64))
+
+    def touch(self, slots: Tensor) -> None:
+        """Count the copies of `slots` as used now: a request being served reads them."""
+        rows = self._row_of[slots]
+        self._used[rows[rows != NO_ROW]] = self._clock
+
+    def _release(self, slots: Tensor) -> None:
+        rows = self._row_of[slots]
+        rows = rows[rows != NO_ROW]
+        self._slot_of[rows] = NO_ROW
+        self._used[rows] = 0
+        self._row_of[slots] = NO_ROW
