@@ -128,10 +128,7 @@ def peer_points(batch: int, length: int, bandwidth: float) -> list[dict[str, Any
     dtype = torch.float16 if DRY_RUN else torch.bfloat16
     if not fits(sets * size):
         return [{"kernel": "16-bit", "skipped": "does not fit in memory"}]
-    k, v = (
-        torch.empty(sets * batch * length, KV_HEADS, DIM, dtype=dtype, device=DEVICE).normal_()
-        for _ in range(2)
-    )
+    k, v = (torch.empty(sets * batch * length, KV_HEADS, DIM, dtype=dtype, device=DEVICE).normal_() for _ in range(2))
     q = torch.randn(batch, HEADS, DIM, device=DEVICE).to(dtype)
     points: list[dict[str, Any]] = []
     for name, maker in PEERS.items():
@@ -213,10 +210,7 @@ def graph_check() -> dict[str, Any]:
     q = torch.randn(batch, HEADS, DIM, device=DEVICE).to(torch.bfloat16)
     counters = torch.zeros(LAYER + 1, dtype=torch.int64, device=DEVICE)
     flag = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    points = {
-        name: torch.full((batch, HEADS, n), float("nan"), device=DEVICE)
-        for name, n in (("acc", 16), ("lse", 1))
-    }
+    points = {name: torch.full((batch, HEADS, n), float("nan"), device=DEVICE) for name, n in (("acc", 16), ("lse", 1))}
     out = torch.full_like(q, float("nan"))
     options: dict[str, Any] = {
         "layer": LAYER,
@@ -287,9 +281,7 @@ def goals(points: list[dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="tiny shapes, interpreted on the CPU; writes nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, interpreted on the CPU; writes nothing")
     parser.parse_args()
     if not DRY_RUN and not torch.cuda.is_available():
         print("no GPU here: run on a machine with one, or try --dry-run", file=sys.stderr)
@@ -333,9 +325,7 @@ def main() -> int:
         "",
     ]
     table += [
-        f"- {p['kernel']}: {100 * p['share_of_copy']:.0f} % of copy bandwidth"
-        for p in points
-        if "batch" not in p
+        f"- {p['kernel']}: {100 * p['share_of_copy']:.0f} % of copy bandwidth" for p in points if "batch" not in p
     ]
     skipped = sorted({f"- skipped {p['kernel']}: {p['skipped']}" for p in points if "skipped" in p})
     failed = [c for c in checks if not c["ok"]]

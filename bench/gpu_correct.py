@@ -47,14 +47,10 @@ def to_cpu(value: Any) -> Any:
 
 def reference(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The float64 result on the CPU; queries widened so that nothing is rounded at the end."""
-    return function(
-        *map(to_cpu, arguments), **{k: to_cpu(v) for k, v in options.items()}, backend="reference"
-    )
+    return function(*map(to_cpu, arguments), **{k: to_cpu(v) for k, v in options.items()}, backend="reference")
 
 
-def check_dtype(
-    dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: torch.device
-) -> list[dict[str, Any]]:
+def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: torch.device) -> list[dict[str, Any]]:
     """Append, decode, extend, witness and certificate in one dtype; one row of findings each."""
     seed = int(torch.randint(2**31, (1,)))
     g = torch.Generator(device=device).manual_seed(seed)
@@ -70,9 +66,7 @@ def check_dtype(
     shape = (total, PAGE, kv_heads)
     codes = [torch.full((*shape, dim), 99, dtype=torch.int8, device=device) for _ in range(2)]
     groups = num_groups(dim)
-    scales = [
-        torch.full((*shape, groups), float("nan"), dtype=torch.float16, device=device) for _ in range(2)
-    ]
+    scales = [torch.full((*shape, groups), float("nan"), dtype=torch.float16, device=device) for _ in range(2)]
     witness = torch.full((*shape, groups), 255, dtype=torch.uint8, device=device)
     row_ids = torch.randint(1, 2**31 - 1, (total * PAGE,), generator=g, device=device).to(torch.int32)
     slots = torch.cat([table.slots(b, n, PAGE) for b, n in enumerate(lengths)])
@@ -112,9 +106,7 @@ def check_dtype(
     out = torch.full_like(q, float("nan"))
     delta = torch.full((batch,), 1e-7, device=device)
     got = decode_int8(q, *pool, table, row_ids, max_kv_len=limit, out=out, delta_loc=delta, **common)
-    want = reference(
-        decode_int8, (q, *pool, table, row_ids), {**common, "max_kv_len": limit, "delta_loc": delta}
-    )
+    want = reference(decode_int8, (q, *pool, table, row_ids), {**common, "max_kv_len": limit, "delta_loc": delta})
     findings.append(verdict("decode", error(got[0], want[0]), close, outward(got[2], want[2])))
     alone = decode_int8(
         q[:1],

@@ -301,11 +301,7 @@ def main() -> int:
                     case = replace(case, constants={**case.constants, "N": 32}, stages=1)
                 result = build(case, arch)
                 moved = "" if case.bytes_moved is None else str(case.bytes_moved)
-                ratio = (
-                    ""
-                    if case.bytes_moved is None or case.floor is None
-                    else f"{case.bytes_moved / case.floor:.3f}"
-                )
+                ratio = "" if case.bytes_moved is None or case.floor is None else f"{case.bytes_moved / case.floor:.3f}"
                 lines.append(
                     f"| {case.name} | {dim} | sm_{arch} | {result['registers']} | {result['spills']} | "
                     f"{result['shared']} | {moved} | {ratio} |"
