@@ -147,6 +147,7 @@ def decode_cases(dim: int) -> list[Case]:
         "ROWS": False,
         "FLAG": 0,
         "MIXED": False,
+        "MULTI": False,
         "EXACT_DOT_ERROR": slack.dot_error(dim),
         "P_DTYPE": tl.bfloat16,
         "DOT_ERROR": slack.int8_dot_error(-(-dim // 32)),

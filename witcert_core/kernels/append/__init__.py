@@ -67,11 +67,7 @@ def append_int8(
     k_cache, v_cache = split_cache(paged_kv_cache, kv_layout)
     check_int8_cache(k_cache, v_cache, k_scales, v_scales)
     page_size, heads, head_dim = k_cache.shape[1:]
-    if (
-        key.dim() != 3
-        or key.shape[1:] != (heads, head_dim)
-        or value.shape != (*key.shape[:2], v_cache.shape[3])
-    ):
+    if key.dim() != 3 or key.shape[1:] != (heads, head_dim) or value.shape != (*key.shape[:2], v_cache.shape[3]):
         raise InputError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [T, {heads}, {head_dim}] and "
             f"[T, {heads}, {v_cache.shape[3]}]"

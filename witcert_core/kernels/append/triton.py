@@ -89,12 +89,7 @@ def append_side(
     token64 = token.to(tl.int64)
     line = slot * HKV + head
     source = x_ptr + token64[:, None] * stride_x_tok + head * stride_x_head
-    target = (
-        cache_ptr
-        + page[:, None] * stride_page
-        + offset[:, None] * stride_tok
-        + head.to(tl.int64) * stride_head
-    )
+    target = cache_ptr + page[:, None] * stride_page + offset[:, None] * stride_tok + head.to(tl.int64) * stride_head
     for g in tl.static_range(NG):
         channel = g * 32 + tl.arange(0, 32)
         keep = live[:, None] & (channel < D)[None, :]

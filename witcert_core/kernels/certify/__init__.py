@@ -111,9 +111,9 @@ def certify(
         raise InputError(f"the band map is for {bands.head_dim} channels; K has {head_dim}")
     exact_cast = q.dtype == k.dtype or q.dtype == torch.float32 or k.dtype in FP8
     if not exact_cast:
-        raise UnsupportedError(
-            f"queries {q.dtype} over a pool of {k.dtype} would round keys; pass q as float32"
-        )
+        raise UnsupportedError(f"queries {q.dtype} over a pool of {k.dtype} would round keys; pass q as float32")
+    if k.dtype == torch.float8_e4m3fn and k.is_cuda and torch.cuda.get_device_capability(k.device) < (8, 9):
+        raise UnsupportedError("float8_e4m3fn pools need compute capability 8.9 or later; this device is older")
     scale = dispatch.default_scale(sm_scale, head_dim, k_scale)
     sinks = dispatch.kernel_float(sinks, "sinks", heads)
     slopes = dispatch.kernel_float(alibi_slopes, "alibi_slopes", heads)

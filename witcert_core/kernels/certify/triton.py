@@ -183,9 +183,7 @@ def certify_split(
             part = k[g].to(tl.float32)
             k_square += tl.sum(part * part, 1)
         z = z * sm_scale
-        codes = tl.load(
-            kw_ptr + line[:, None] * B + band[None, :], mask=live[:, None] & (band < B)[None, :], other=0
-        )
+        codes = tl.load(kw_ptr + line[:, None] * B + band[None, :], mask=live[:, None] & (band < B)[None, :], other=0)
         unknown = tl.max(codes.to(tl.int32), 1) == 255
         norms = tl.where(codes == 255, 0.0, decode_norm(codes))
         c = tl.dot(norms, tl.trans(weight_q), input_precision="ieee")

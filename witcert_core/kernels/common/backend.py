@@ -46,9 +46,7 @@ def resolve(backend: str, device: torch.device) -> str:
 
 def check_compute_dtype(dtype: torch.dtype) -> None:
     """Refuse dtypes the kernels cannot compute with; bf16 dots are wrong under Triton's interpreter."""
-    allowed = (
-        (torch.float32, torch.float16) if interpreting() else (torch.float32, torch.float16, torch.bfloat16)
-    )
+    allowed = (torch.float32, torch.float16) if interpreting() else (torch.float32, torch.float16, torch.bfloat16)
     if dtype not in allowed:
         names = ", ".join(str(d) for d in allowed)
         raise UnsupportedError(f"queries have dtype {dtype}; allowed here are {names}")

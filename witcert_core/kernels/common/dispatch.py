@@ -27,9 +27,7 @@ def row_bits(row_ids: Tensor, num_slots: int) -> Tensor:
             f"row_ids is {row_ids.dtype} {tuple(row_ids.shape)}; it must be contiguous uint32 or int32, 1-D"
         )
     if row_ids.numel() < num_slots:
-        raise InputError(
-            f"row_ids has {row_ids.numel()} entries for {num_slots} slots; one per slot is needed"
-        )
+        raise InputError(f"row_ids has {row_ids.numel()} entries for {num_slots} slots; one per slot is needed")
     return row_ids.view(torch.int32)
 
 

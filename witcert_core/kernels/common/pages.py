@@ -29,16 +29,12 @@ def split_cache(cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor]:
         raise InputError(f"kv_layout is {kv_layout!r}; allowed are {', '.join(LAYOUTS)}")
     if isinstance(cache, Tensor):
         if cache.dim() != 5 or cache.shape[1] != 2:
-            raise InputError(
-                f"a cache in one tensor is [P, 2, ...] in 5 dimensions, not {tuple(cache.shape)}"
-            )
+            raise InputError(f"a cache in one tensor is [P, 2, ...] in 5 dimensions, not {tuple(cache.shape)}")
         k, v = cache.unbind(dim=1)
     else:
         k, v = cache
     if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
-        raise InputError(
-            f"K {tuple(k.shape)} and V {tuple(v.shape)} must be 4-D and agree but for the channels"
-        )
+        raise InputError(f"K {tuple(k.shape)} and V {tuple(v.shape)} must be 4-D and agree but for the channels")
     if k.stride(-1) != 1 or v.stride(-1) != 1:
         raise InputError("the channels of a token must lie side by side in memory (last stride 1)")
     return (k, v) if kv_layout == "NHD" else (k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3))
@@ -70,9 +66,7 @@ class PageTable:
             ("kv_last_page_len", self.last_page_len),
         ):
             if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
-                raise InputError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be contiguous int32, 1-D"
-                )
+                raise InputError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be contiguous int32, 1-D")
         if self.indptr.numel() != self.last_page_len.numel() + 1:
             raise InputError(
                 f"kv_indptr has {self.indptr.numel()} entries for {self.last_page_len.numel()} requests; "

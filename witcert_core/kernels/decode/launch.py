@@ -32,9 +32,7 @@ def weight_dtype(compute: torch.dtype) -> object:
     return tl.bfloat16 if weights_are_cast(compute) else tl.float32
 
 
-@torch.library.custom_op(
-    "witcert::decode_int8", mutates_args=("out", "lse", "acc", "part_o", "part_m", "counter")
-)
+@torch.library.custom_op("witcert::decode_int8", mutates_args=("out", "lse", "acc", "part_o", "part_m", "counter"))
 def decode_int8_op(
     q: Tensor,
     k: Tensor,
@@ -137,6 +135,7 @@ def decode_int8_op(
         WINDOW=window,
         ALIBI=alibi_slopes is not None,
         ROWS=False,
+        MULTI=q_len > 1,
         FLAG=run_if,
         MIXED=exact_index is not None,
         P_DTYPE=weight_dtype(q.dtype),

@@ -82,8 +82,7 @@ class BatchDecodeWithInt8PagedKVCacheWrapper:
         """
         if pos_encoding_mode not in ("NONE", "ALIBI"):
             raise UnsupportedError(
-                f"pos_encoding_mode is {pos_encoding_mode!r}; allowed are 'NONE' (rotary already "
-                "applied) and 'ALIBI'"
+                f"pos_encoding_mode is {pos_encoding_mode!r}; allowed are 'NONE' (rotary already applied) and 'ALIBI'"
             )
         device = self._head_ids.device
         if num_kv_heads != self._head_ids.numel() or num_qo_heads % num_kv_heads:
@@ -103,11 +102,7 @@ class BatchDecodeWithInt8PagedKVCacheWrapper:
         rows = (self._table.batch_size) * q_len_per_req
         shape = (rows, num_qo_heads)
         fresh = self._arguments.get("acc") is None or self._arguments["acc"].shape[:2] != shape
-        if (
-            fresh
-            or self._arguments["out"].shape[2] != head_dim
-            or self._arguments["out"].dtype != q_data_type
-        ):
+        if fresh or self._arguments["out"].shape[2] != head_dim or self._arguments["out"].dtype != q_data_type:
             acc = torch.full((*shape, NUM_ACC_FIELDS), float("inf"), dtype=torch.float32, device=device)
             self._arguments = {
                 "out": torch.empty(*shape, head_dim, dtype=q_data_type, device=device),
@@ -190,9 +185,7 @@ class BatchDecodeWithInt8PagedKVCacheWrapper:
             (indptr, indices, last_page_len),
             strict=True,
         ):
-            fits = (
-                new.numel() <= buffer.numel() if name == "paged_kv_indices" else new.numel() == buffer.numel()
-            )
+            fits = new.numel() <= buffer.numel() if name == "paged_kv_indices" else new.numel() == buffer.numel()
             if not fits:
                 raise InputError(f"{name} has {new.numel()} entries; its buffer has {buffer.numel()}")
             buffer[: new.numel()].copy_(new)

@@ -97,6 +97,7 @@ def decode_split(
     WINDOW: tl.constexpr,
     ALIBI: tl.constexpr,
     ROWS: tl.constexpr,
+    MULTI: tl.constexpr,
     FLAG: tl.constexpr,
     MIXED: tl.constexpr,
     P_DTYPE: tl.constexpr,
@@ -109,8 +110,8 @@ def decode_split(
     Words are unpacked in registers, so that operands are rearranged as 16-bit numbers, not byte by byte.
     With ``ROWS`` each tile is one query row with its own request (``request_ptr``), position
     (``position_ptr``) and number of paged tokens before it that it may see (``limit_ptr``); otherwise request
-    ``b`` owns rows ``b q_len .. b q_len + q_len - 1`` at the end of its tokens. ``FLAG``: 0 always runs, 1
-    only when the flag is set, 2 only when it is not.
+    ``b`` owns rows ``b q_len .. b q_len + q_len - 1`` at the end of its tokens (``MULTI``: more than one).
+    ``FLAG``: 0 always runs, 1 only when the flag is set, 2 only when it is not.
     """
     NG: tl.constexpr = (D + 31) // 32
     NV: tl.constexpr = (DV + 31) // 32
@@ -137,13 +138,14 @@ def decode_split(
     pages = tl.load(indptr_ptr + request + 1) - page0
     length = tl.where(pages > 0, (pages - 1) * PAGE + tl.load(last_len_ptr + request), 0)
     begin = split * SPLIT
-    if begin >= length:
-        return
     position = length - q_len + query
     limit = position + 1
     if ROWS:
         position = tl.load(position_ptr + tile) + query * 0
-        limit = tl.load(limit_ptr + tile) + query * 0
+        length = tl.minimum(length, tl.load(limit_ptr + tile))
+        limit = length + query * 0
+    if begin >= length:
+        return
     first = position * 0
     if WINDOW:
         first = tl.maximum(position - window_left, 0)
@@ -165,11 +167,12 @@ def decode_split(
     for g in tl.static_range(NG):
         single = q[g].to(tl.float32)
         norm1 = norm1 + (tl.sum(tl.abs(single), 1) * scale,)
-        norm2 = norm2 + (tl.sum(single * single, 1) * (scale * scale),)
+        # Rounded up: the sum of 32 squares and the root are within 2^-18.
+        norm2 = norm2 + (tl.sqrt(tl.sum(single * single, 1)) * (scale * (1.0 + 2.0**-18)),)
     q_length = tl.zeros((M,), tl.float32)
     if MIXED:
         for g in tl.static_range(NG):
-            q_length += norm2[g]
+            q_length += norm2[g] * norm2[g]
         # 2^-58 stands for channels whose square underflows.
         q_length = tl.sqrt(q_length) * _UP + 3.469446951953614e-18
     tail = union_tail(limit - first, tl.load(delta_ptr + row, mask=valid, other=0.0)) if METER else 0.0
@@ -211,9 +214,7 @@ def decode_split(
         if shared:
             if leader != current:
                 current = leader
-                kappa = row_terms(
-                    q_base, row, stride_q_row, valid, seed, leader, layer, global_head, M, D, NG
-                )
+                kappa = row_terms(q_base, row, stride_q_row, valid, seed, leader, layer, global_head, M, D, NG)
 
         z = tl.zeros((N, M), tl.float32)
         undithered = tl.zeros((N, M), tl.float32)
@@ -232,10 +233,11 @@ def decode_split(
                 undithered += kappa[g][None, :] * s[:, None]
             if METER:
                 l1 += norm1[g][None, :] * s[:, None]
-                variance += norm2[g][None, :] * (s * s)[:, None]
+                size = norm2[g][None, :] * s[:, None]
+                variance += size * size
                 if WITNESS:
                     code = tl.load(kw_ptr + line * NG + g, mask=live, other=0).to(tl.float32)
-                    stored += tl.sqrt(norm2[g])[None, :] * (s * code * _WITNESS_UNIT)[:, None]
+                    stored += size * (code * _WITNESS_UNIT)[:, None]
 
         if shared == 0:
             scales = ks_ptr + line * NG
@@ -264,7 +266,9 @@ def decode_split(
                 part = k_exact[g].to(tl.float32)
                 k_square += tl.sum(part * part, 1)
         z = z * sm_scale
-        visible = valid[None, :] & live[:, None] & (token[:, None] < limit[None, :])
+        visible = valid[None, :] & live[:, None]
+        if MULTI:
+            visible = visible & (token[:, None] < limit[None, :])
         if WINDOW:
             visible = visible & (token[:, None] >= first[None, :])
         if SOFT_CAP:

@@ -100,9 +100,7 @@ def extend_int8_op(
     )
 
 
-@torch.library.custom_op(
-    "witcert::extend_meter", mutates_args=("out", "lse", "acc", "part_o", "part_m", "counter")
-)
+@torch.library.custom_op("witcert::extend_meter", mutates_args=("out", "lse", "acc", "part_o", "part_m", "counter"))
 def extend_meter_op(
     q_rows: Tensor,
     k_new: Tensor,
@@ -207,6 +205,7 @@ def extend_meter_op(
         WINDOW=window,
         ALIBI=False,
         ROWS=True,
+        MULTI=False,
         FLAG=0,
         MIXED=False,
         P_DTYPE=weight_dtype(q_rows.dtype),

@@ -90,13 +90,9 @@ def extend_reference(
             z, c = z[:, first:], c[:, first:]
             acc[r] = accumulate(z, c, v, rho, sinks)
             largest = v.norm(dim=-1).amax(dim=0).repeat_interleave(groups)
-            acc[r, :, AccField.V_RADIUS] = torch.where(
-                acc[r, :, AccField.V_RADIUS].isfinite(), largest, float("inf")
-            )
+            acc[r, :, AccField.V_RADIUS] = torch.where(acc[r, :, AccField.V_RADIUS].isfinite(), largest, float("inf"))
             extended = z if sinks is None else torch.cat((z, sinks.to(torch.float64)[:, None]), dim=-1)
             total = torch.logsumexp(extended, dim=-1)
             lse[r] = total / math.log(2.0)
-            out[r] = torch.einsum(
-                "hs,shd->hd", torch.exp(z - total[:, None]), v.repeat_interleave(groups, dim=1)
-            )
+            out[r] = torch.einsum("hs,shd->hd", torch.exp(z - total[:, None]), v.repeat_interleave(groups, dim=1))
     return out, lse, acc

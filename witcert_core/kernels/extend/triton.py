@@ -150,9 +150,7 @@ def extend_attention(
         if shared:
             if leader != current:
                 current = leader
-                kappa = row_terms(
-                    q_base, row, stride_q_row, valid, seed, leader, layer, global_head, M, D, NG
-                )
+                kappa = row_terms(q_base, row, stride_q_row, valid, seed, leader, layer, global_head, M, D, NG)
         z = tl.zeros((N, M), tl.float32)
         undithered = tl.zeros((N, M), tl.float32)
         for g in tl.static_range(NG):
@@ -188,9 +186,7 @@ def extend_attention(
             s = tl.where((s_raw >= 0.0) & (s_raw < float("inf")), s_raw, 0.0) * v_scale
             ws = (w * s[:, None]).to(P_DTYPE)
             code = unpack(v[g], N).to(P_DTYPE)
-            new_out = new_out + (
-                tl.dot(tl.trans(ws), code, out[g] * factor[:, None], input_precision="ieee"),
-            )
+            new_out = new_out + (tl.dot(tl.trans(ws), code, out[g] * factor[:, None], input_precision="ieee"),)
         out = new_out
 
     last = tl.minimum((tl.program_id(0) * M + M - 1) // G + 1, q_len)
@@ -209,9 +205,7 @@ def extend_attention(
         total = total * factor + tl.sum(w, 0)
         new_out = ()
         for g in tl.static_range(NV):
-            acc = tl.dot(
-                tl.trans(w.to(P_DTYPE)), v[g].to(P_DTYPE), out[g] * factor[:, None], input_precision="ieee"
-            )
+            acc = tl.dot(tl.trans(w.to(P_DTYPE)), v[g].to(P_DTYPE), out[g] * factor[:, None], input_precision="ieee")
             new_out = new_out + (acc,)
         out = new_out
 

@@ -43,16 +43,12 @@ class RepairedPages:
             torch.zeros(capacity, page_size, v_head_dim, dtype=dtype, device=device),
         )
 
-    def check(
-        self, pages: int, page_size: int, heads: int, head_dim: int, v_dim: int, dtype: torch.dtype
-    ) -> None:
+    def check(self, pages: int, page_size: int, heads: int, head_dim: int, v_dim: int, dtype: torch.dtype) -> None:
         """Raise unless this fits a cache of those sizes and queries of that dtype."""
         shapes = (tuple(self.index.shape), tuple(self.k.shape[1:]), tuple(self.v.shape[1:]))
         want = ((pages, heads), (page_size, head_dim), (page_size, v_dim))
         if shapes != want or self.index.dtype != torch.int32 or self.k.shape[0] != self.v.shape[0]:
-            raise InputError(
-                f"repaired pages have index, K and V of {shapes}; they must be {want}, index int32"
-            )
+            raise InputError(f"repaired pages have index, K and V of {shapes}; they must be {want}, index int32")
         if self.k.dtype != dtype or self.v.dtype != dtype:
             raise InputError(f"repaired pages are {self.k.dtype} and {self.v.dtype}; queries are {dtype}")
         if not (self.index.is_contiguous() and self.k.is_contiguous() and self.v.is_contiguous()):

@@ -61,9 +61,7 @@ def write_with_witness(
     if bands.head_dim != k.shape[3]:
         raise InputError(f"the band map is for {bands.head_dim} channels; K has {k.shape[3]}")
     if resolve(backend, exact_k.device) == "reference":
-        write_witness_reference(
-            exact_k, exact_v, fake_k, fake_v, k, v, witness, value_witness, slot_mapping, bands
-        )
+        write_witness_reference(exact_k, exact_v, fake_k, fake_v, k, v, witness, value_witness, slot_mapping, bands)
         return
     band = dispatch.band_on(bands.channel_band, exact_k.device)
     write_witness_op(
