@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full_grid: every shape of a kernel, hours when interpreted")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The full grid runs only when asked for by ``-m full_grid``."""
+    if "full_grid" in config.getoption("markexpr"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full_grid")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full_grid")]
