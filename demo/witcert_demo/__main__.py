@@ -12,6 +12,7 @@ parser = argparse.ArgumentParser(prog="python -m witcert_demo", description="A m
 parser.add_argument("--per-task", type=int, default=3, help="questions of each of the four tasks (default 3)")
 parser.add_argument("--num-tokens", type=int, default=512, help="length of a prompt, 48 to 1984 (default 512)")
 parser.add_argument("--svg", type=Path, help="also save the output as a picture")
-parser.add_argument("--logs", type=Path, help="keep the servers' logs in this directory")
+logs_help = "directory of the servers' logs (default .cache/demo)"
+parser.add_argument("--logs", type=Path, default=Path(".cache/demo"), help=logs_help)
 options = parser.parse_args()
 sys.exit(main(options.per_task, options.num_tokens, options.svg, options.logs))

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from witcert_demo.tally import Asked, Tally
 
-TAIL_WORDS = 3
+TAIL_WORDS = 2
 
 
 def colour(bound: float | None, tau: float) -> str:
@@ -36,15 +36,18 @@ def heads_table(tally: Tally) -> Table:
 def answers_table(tally: Tally, exact: Tally) -> Table:
     """The latest answers beside the 16-bit ones."""
     table = Table(title="answers", box=box.SIMPLE_HEAD, title_style="bold", padding=(0, 1))
-    for column in ("task", "question", "16-bit cache", tally.name, ""):
-        table.add_column(column, no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=5)
+    table.add_column("task", no_wrap=True, min_width=17)
+    table.add_column("asked", no_wrap=True, min_width=13)
+    table.add_column("16-bit cache", no_wrap=True, max_width=34)
+    table.add_column(tally.name, no_wrap=True, max_width=34)
     for index, item in list(enumerate(tally.asked))[-6:]:
         table.add_row(
+            Text("right", style="green") if item.right else Text("wrong", style="bold red"),
             item.sample.task.replace("_", " "),
             "... " + " ".join(item.sample.prompt.split()[-TAIL_WORDS:]),
             answer_text(exact.asked[index]) if index < len(exact.asked) else "",
             answer_text(item),
-            Text("right", style="green") if item.right else Text("wrong", style="bold red"),
         )
     return table
 

@@ -84,27 +84,26 @@ def ask_all(server: Server, tally: Tally, samples: Sequence[Sample], drawn: Call
         drawn()
 
 
-def run(console: Console, *, per_task: int, num_tokens: int, keep_logs: Path | None = None) -> int:
+def run(console: Console, *, per_task: int, num_tokens: int, logs: Path) -> int:
     """The whole demonstration; returns the exit code: 0, or 1 when an audited cell broke its bound."""
     samples = questions(per_task, num_tokens)
     with tempfile.TemporaryDirectory(prefix="witcert-demo-") as scratch:
-        work = keep_logs or Path(scratch)
-        work.mkdir(parents=True, exist_ok=True)
+        logs.mkdir(parents=True, exist_ok=True)
         twin = build_twin(Path(scratch) / "twin")
         console.print(
             f"[bold]WitCert[/bold]: the outlier twin of a small retrieval model, {len(samples)} questions of "
-            f"{num_tokens} tokens, four SGLang servers on this CPU, one after the other."
+            f"{num_tokens} tokens, four SGLang servers on this CPU, one after the other. Their logs: {logs}"
         )
         exact = Tally(EXACT_NAME)
         options = ["--disable-radix-cache"]  # every question is new, and so every prompt row reads its own exact keys
-        with serve(console, EXACT_NAME, twin, None, work, ["--dtype", "bfloat16", *options]) as server:
+        with serve(console, EXACT_NAME, twin, None, logs, ["--dtype", "bfloat16", *options]) as server:
             ask_all(server, exact, samples, lambda: None)
         console.print(f"{EXACT_NAME} cache, no meter: {exact.right} of {len(samples)} answers right.")
         tallies = []
         for name in QUANTIZERS:
             tally = Tally(name)
             policy = write_policy(Path(scratch) / f"{name}.yaml", name)
-            with serve(console, name, twin, policy, work, ["--dtype", "float32", *options]) as server:
+            with serve(console, name, twin, policy, logs, ["--dtype", "float32", *options]) as server:
                 show_live(console, server, tally, exact, samples)
             tallies.append(tally)
         console.print(overview(tallies, exact))
@@ -130,7 +129,7 @@ class serve(AbstractContextManager[Server]):
     """A server with its start shown: a spinner with the seconds waited, or one line where there is no terminal."""
 
     def __init__(
-        self, console: Console, name: str, model: Path, policy: Path | None, work: Path, options: Sequence[str]
+        self, console: Console, name: str, model: Path, policy: Path | None, logs: Path, options: Sequence[str]
     ) -> None:
         self.console = console
         self.name = name
@@ -138,7 +137,7 @@ class serve(AbstractContextManager[Server]):
         self.context = running_server(
             model,
             policy=policy,
-            log=work / f"server-{name.replace(' ', '-')}.log",
+            log=logs / f"server-{name.replace(' ', '-')}.log",
             options=options,
             waiting=self.waiting,
         )
@@ -156,7 +155,7 @@ class serve(AbstractContextManager[Server]):
             self.console.print(f"{text} ...")
         with spinner as self.status:
             server = self.context.__enter__()
-        self.console.print(f"{self.name} server up after {time.monotonic() - self.started:.0f} s, log {server.log}")
+        self.console.print(f"{self.name} server up after {time.monotonic() - self.started:.0f} s")
         return server
 
     def __exit__(self, *error: object) -> None:
@@ -167,17 +166,17 @@ def stop_on_signal(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def main(per_task: int, num_tokens: int, svg: Path | None, logs: Path | None) -> int:
+def main(per_task: int, num_tokens: int, svg: Path | None, logs: Path) -> int:
     """Run on the terminal; with `svg` the same output is also saved as a picture."""
     if importlib.util.find_spec("sglang") is None:
         print("SGLang is not installed in this environment; `make demo` makes one that has it", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, stop_on_signal)  # so that servers are stopped on the way out
-    console = Console(record=svg is not None)
+    console = Console(record=svg is not None, highlight=False)
     if svg is not None or not console.is_terminal:
         console.width = PLAIN_WIDTH
     try:
-        code = run(console, per_task=per_task, num_tokens=num_tokens, keep_logs=logs)
+        code = run(console, per_task=per_task, num_tokens=num_tokens, logs=logs)
     except ServerError as error:
         console.print(f"[red]{error}[/red]")
         return 1

@@ -99,7 +99,8 @@ def running_server(
 ) -> Iterator[Server]:
     """A healthy server for the length of the block; every process it started is gone afterwards.
 
-    environment: variables on top of `server_environment`. waiting: called with the seconds waited so far while the server starts. Raises ServerError if it does not start.
+    environment: variables on top of `server_environment`. waiting: called with the seconds waited so far while the
+    server starts. Raises ServerError if it does not start.
     """
     port = free_port()
     with log.open("wb") as sink:
