@@ -22,12 +22,16 @@ export HF_HUB_OFFLINE := 1
 # Small tensors: a second thread costs more than it gives, and spins while another process needs the core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint lean test-core test-sglang envs clean
+.PHONY: demo test test-full lint lean test-core test-kernels test-sglang static envs clean
 
 demo: $(ENVS)/sglang/.ready
 	@$(SGLANG)/python -m witcert_demo
 
-test: lint lean test-core test-sglang
+test: lint lean test-core test-kernels test-sglang
+
+# Every combination of the kernels' options: hours under the interpreter.
+test-full: test
+	TRITON_INTERPRET=1 $(SGLANG)/python -m pytest tests/kernels -m full_grid
 
 lint: $(ENVS)/core/.ready
 	$(CORE)/ruff check .
@@ -38,6 +42,14 @@ lean: $(ENVS)/core/.ready
 
 test-core: $(ENVS)/core/.ready
 	$(CORE)/python -m pytest tests/core tests/demo tests/lean
+
+test-kernels: $(ENVS)/sglang/.ready
+	TRITON_INTERPRET=1 $(SGLANG)/python -m pytest tests/kernels
+
+# Registers and spills of every kernel, compiled for three GPU generations; needs no GPU.
+static: $(ENVS)/sglang/.ready
+	$(SGLANG)/python bench/static.py
+	for arch in 80 90 100; do $(SGLANG)/python bench/static_options.py $$arch || exit 1; done
 
 test-sglang: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m pytest tests/sglang
