@@ -54,6 +54,15 @@ def kernel_radius(q: Tensor, k: Tensor, sm_scale: float, logits_soft_cap: float,
     return omega + CAST_16BIT if sixteen_bit else omega
 
 
+def weight_underflow(num_tokens: int, *dtypes: torch.dtype) -> float:
+    """TV that float16 weights can lose in absolute terms, ``S 2^-24``; 0 for wider ranges.
+
+    Below ``2^-14`` float16 is subnormal: an unnormalised weight in [0, 1] is then off by up to ``2^-25`` whatever its
+    size, which the relative term of `kernel_radius` does not cover once tens of thousands of tokens are seen.
+    """
+    return num_tokens * 2.0**-24 if torch.float16 in dtypes else 0.0
+
+
 def sum_terms(
     logits: Tensor,
     c: Tensor,
@@ -64,6 +73,7 @@ def sum_terms(
     sinks: Tensor | None = None,
     form: str = "auto",
     fused: bool = False,
+    underflow: float = 0.0,
 ) -> Terms:
     """Sum over S tokens. A token that a cell does not see has logit -inf, radius 0 and omega 0 there.
 
@@ -75,6 +85,7 @@ def sum_terms(
         v: ``[S, Hkv, Dv]`` stored values, float64.
         rho: ``[S, Hkv]`` radii of the values.
         sinks: ``[C]`` learned sink logits.
+        underflow: absolute TV lost to weights too small for the kernel's dtype, see `weight_underflow`.
     """
     radius = c + omega if fused else c
     acc = accumulate(logits, radius, v, rho, sinks)
@@ -82,6 +93,7 @@ def sum_terms(
     if fused and sinks is not None:
         # The sink carries no radius of its own, but its exponential is computed in fp32 like the others.
         extra = extra + math.tanh(0.5 * SOFTMAX_FP32)
+    extra = extra + underflow
     weights = softmax_with_sink(logits, sinks)
     swept = torch.zeros_like(extra)
     if form == "extremal":

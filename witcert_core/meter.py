@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.bounds import FORM_NAMES
-from witcert_core.cells import Terms, bounds_of, kernel_radius, stack_terms, sum_terms
+from witcert_core.cells import Terms, bounds_of, kernel_radius, stack_terms, sum_terms, weight_underflow
 from witcert_core.errors import InputError
 from witcert_core.layout import AccField
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
@@ -127,7 +127,8 @@ def measure(
         c = radii.key_radius(row, slots, scale, float(delta_loc[r])).to(torch.float64)
         omega = kernel_radius(row, k, scale, logits_soft_cap, sixteen_bit)
         rho = radii.value_radius(slots)
-        parts.append(sum_terms(logits, c, omega, v, rho, sinks=sinks, form=form, fused=fused))
+        lost = 0.0 if fused else weight_underflow(slots.numel(), k_cache.dtype, q.dtype)
+        parts.append(sum_terms(logits, c, omega, v, rho, sinks=sinks, form=form, fused=fused, underflow=lost))
         if truth is not None and audited[r] and exact_k is not None:
             truth[r] = true_tv(q[r], k, exact_k[slots], sm_scale, logits_soft_cap, sinks)
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from witcert_core.dither import DitherKey, dequantize_int8, group_witness_codes, rows
+from witcert_core.dither import HALF_STEP_MARGIN, DitherKey, dequantize_int8, group_witness_codes, rows
+from witcert_core.errors import InputError
 from witcert_core.quantizers.base import Encoded
 from witcert_core.radii import radius_dither, radius_group_witness
 
@@ -32,6 +33,21 @@ def half_step_radius(scales: Tensor, head_dim: int) -> Tensor:
     sizes[-1] = head_dim - 32 * (num_groups - 1)
     squares = scales.double().square().nan_to_num(nan=float("inf"))
     return (sizes * squares).sum(-1).sqrt() / 2 * HALF_STEPS_UP
+
+
+def breaks_half_step(encoded: Encoded, exact: Tensor) -> Tensor:
+    """bool [N, H]: tokens whose head is further than half a step from `exact` [N, H, D], or not a number.
+
+    The deterministic radius rests on that half step, so it is checked and not taken from the quantizer's word.
+    """
+    step = encoded.scales.double().repeat_interleave(32, -1)[..., : exact.shape[-1]]
+    off = (encoded.values.double() - exact.double()).abs()
+    return ~(off <= step / 2 * HALF_STEP_MARGIN).all(-1)
+
+
+def checked_scales(encoded: Encoded, exact: Tensor) -> Tensor:
+    """The scales [N, H, Gr], infinite (radius unknown) where `breaks_half_step`."""
+    return encoded.scales.masked_fill(breaks_half_step(encoded, exact)[..., None], float("inf"))
 
 
 @dataclass
@@ -81,8 +97,15 @@ class PackedCache:
         buffers = (b for x in self.layers.values() for b in (x.k, x.v, x.k_scale, x.v_scale, x.k_witness))
         return sum(b.nbytes for b in buffers if b is not None)
 
-    def write(self, layer: int, slots: Tensor, exact_k: Tensor, k: Encoded, v: Encoded) -> None:
-        """Store N tokens: their codes and scales, and the witness of the keys if the layout has one."""
+    def write(self, layer: int, slots: Tensor, exact_k: Tensor, exact_v: Tensor, k: Encoded, v: Encoded) -> None:
+        """Store N tokens: codes, scales, and the witness of the keys if the layout has one.
+
+        Raises InputError for codes that are not what their scales promise: the cache reads them with those scales.
+        """
+        for name, coded, exact in (("keys", k, exact_k), ("values", v, exact_v)):
+            # A head that is no number has an infinite scale already.
+            if bool((breaks_half_step(coded, exact) & exact.isfinite().all(-1)).any()):
+                raise InputError(f"layer {layer}: codes of some {name} are more than half a step of their scale off")
         target = self.layers[layer]
         target.k[slots], target.k_scale[slots] = k.codes, k.scales
         target.v[slots], target.v_scale[slots] = v.codes, v.scales

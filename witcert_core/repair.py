@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from witcert_core.cells import Terms, bounds_of, kernel_radius, sum_terms
+from witcert_core.cells import Terms, bounds_of, kernel_radius, sum_terms, weight_underflow
 from witcert_core.gates import Gate, GateState, block_risk
 from witcert_core.layout import AccField
 from witcert_core.meter import CellBatch, true_tv
@@ -223,7 +223,10 @@ class _HeadRows:
         sixteen_bit = min(k.element_size(), self.q.element_size()) <= 2
         omega = kernel_radius(q, k, scale, call.logits_soft_cap, sixteen_bit).masked_fill(unseen, 0.0)
         rho = self.side.value_radius(self.rows.slots)
-        terms = sum_terms(logits, radius, omega, v.to(torch.float64), rho, sinks=self.sinks, form=self.form)
+        lost = weight_underflow(len(k), k.dtype, self.q.dtype)
+        terms = sum_terms(
+            logits, radius, omega, v.to(torch.float64), rho, sinks=self.sinks, form=self.form, underflow=lost
+        )
         return terms, torch.softmax(logits, -1), radius
 
     def value_risk(self, weights: Tensor, norm: Tensor, block_of: Tensor, num_blocks: int) -> Tensor:

@@ -10,7 +10,7 @@ A write replaces whatever the slot said before, so a reused slot never keeps the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from witcert_core.bands import BandMap
 from witcert_core.dither import group_witness_codes
 from witcert_core.errors import UnsupportedError
-from witcert_core.packed import half_step_radius
+from witcert_core.packed import checked_scales, half_step_radius
 from witcert_core.quantizers.base import Encoded, Quantizer
 from witcert_core.radii import radius_dither, radius_group_witness, radius_witness
 from witcert_core.witness import decode_norm, encode_norm_up, value_codes, witness_codes
@@ -207,7 +207,8 @@ class SlotStore:
         if encoded_v is None:
             side.value_witness[slots] = value_codes(exact_v, stored_v)
         else:
-            side.value_witness[slots] = encode_norm_up(dithered_value_radius(encoded_v, stored_v))
+            checked = replace(encoded_v, scales=checked_scales(encoded_v, exact_v))
+            side.value_witness[slots] = encode_norm_up(dithered_value_radius(checked, stored_v))
         if self.dithered:
             self._write_dithered(side, slots, exact_k, stored_k, encoded_k)
         elif side.witness is not None:
@@ -222,9 +223,10 @@ class SlotStore:
             side.fill(slots[same], EXACT_CODE)
             side.fill(slots[~same], UNKNOWN_CODE)
             return
-        side.scales[slots] = encoded_k.scales
+        scales = checked_scales(encoded_k, exact_k)
+        side.scales[slots] = scales
         if side.group_witness is not None:
-            side.group_witness[slots] = group_witness_codes(exact_k, encoded_k.values, encoded_k.scales)
+            side.group_witness[slots] = group_witness_codes(exact_k, encoded_k.values, scales)
         if side.witness is not None:
             side.witness[slots] = witness_codes(encoded_k.values, stored_k, self.bands)
 

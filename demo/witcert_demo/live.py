@@ -56,13 +56,26 @@ def answer_text(item: Asked) -> Text:
     return Text(item.answer or "(nothing)", style="" if item.right else "red", overflow="ellipsis")
 
 
+def certified(tally: Tally) -> str:
+    """Share of cells within tau; under the dither law both tiers, since only one of them covers generated text."""
+    share, any_query = tally.certified_share, tally.any_query_share
+    if share is None or any_query is None:
+        return "unknown"
+    if tally.tier == "witness":
+        return f"{share:.1%} of {tally.measured} cells (tier W: any query)"
+    return (
+        f"{any_query:.1%} of {tally.measured} cells (tier W: any query), {share:.1%} with probability 0.99 "
+        "(tier D: text that does not depend on the dither)"
+    )
+
+
 def figures(tally: Tally) -> Table:
     """The totals so far."""
     table = Table.grid(padding=(0, 2))
     share = tally.certified_share
     forms = ", ".join(f"{name} {count}" for name, count in tally.forms.most_common())
     rows = [
-        (f"certified at {tally.tau:g}", "unknown" if share is None else f"{share:.1%} of {tally.measured} cells"),
+        (f"certified at {tally.tau:g}", certified(tally)),
         ("worst bound", "unknown" if share is None else f"{tally.worst:.3f}"),
         ("not measured", f"{tally.unknown} cells"),
         ("form that decided", forms or "none"),
@@ -89,15 +102,17 @@ def panel(tally: Tally, exact: Tally, total: int) -> Panel:
 def overview(tallies: list[Tally], exact: Tally) -> Table:
     """One line a quantizer, for the end."""
     table = Table(title="What the meter saw, and what the answers say", box=box.ROUNDED, title_style="bold")
-    for column in ("KV cache", "answers right", "cells certified", "worst bound", "audited", "violations"):
+    columns = ("KV cache", "answers right", "certified, any query", "tier D", "worst bound", "audited", "violations")
+    for column in columns:
         table.add_column(column, justify="left" if column == "KV cache" else "right")
-    table.add_row("16 bit (not metered)", f"{exact.right} of {len(exact.asked)}", "", "", "", "")
+    table.add_row("16 bit (not metered)", f"{exact.right} of {len(exact.asked)}", "", "", "", "", "")
     for tally in tallies:
         share = tally.certified_share
         table.add_row(
             tally.name,
             f"{tally.right} of {len(tally.asked)}",
-            "unknown" if share is None else f"{share:.1%}",
+            "unknown" if tally.any_query_share is None else f"{tally.any_query_share:.1%}",
+            "" if tally.tier == "witness" or share is None else f"{share:.1%}",
             f"{tally.worst:.3f}",
             str(tally.audited),
             Text(str(tally.violations), style="green" if tally.violations == 0 else "bold red"),

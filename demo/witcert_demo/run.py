@@ -98,7 +98,10 @@ def run(console: Console, *, per_task: int, num_tokens: int, logs: Path) -> int:
         options = ["--disable-radix-cache"]  # every question is new, and so every prompt row reads its own exact keys
         with serve(console, EXACT_NAME, twin, None, logs, ["--dtype", "bfloat16", *options]) as server:
             ask_all(server, exact, samples, lambda: None)
-        console.print(f"{EXACT_NAME} cache, no meter: {exact.right} of {len(samples)} answers right.")
+        console.print(
+            f"{EXACT_NAME} cache (bfloat16 model and cache, no meter): {exact.right} of {len(samples)} answers right. "
+            "The metered servers compute in float32, so that quantization is all that differs from exact."
+        )
         tallies = []
         for name in QUANTIZERS:
             tally = Tally(name)
@@ -171,7 +174,8 @@ def main(per_task: int, num_tokens: int, svg: Path | None, logs: Path) -> int:
     if importlib.util.find_spec("sglang") is None:
         print("SGLang is not installed in this environment; `make demo` makes one that has it", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, stop_on_signal)  # so that servers are stopped on the way out
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop_on_signal)  # so that servers are stopped on the way out
     console = Console(record=svg is not None, highlight=False)
     if svg is not None or not console.is_terminal:
         console.width = PLAIN_WIDTH

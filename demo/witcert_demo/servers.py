@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -144,7 +145,22 @@ def last_words(server: Server) -> str:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the process group of `process`: first asked, then killed; returns when the leader is reaped."""
+    """End the process group of `process`: first asked, then killed; returns when all of it is gone.
+
+    A second Ctrl-C must not interrupt this, or servers would be left behind.
+    """
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            stop_group(process)
+        finally:
+            signal.signal(signal.SIGINT, before)
+    else:
+        stop_group(process)
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask, wait, kill, wait."""
     for sig in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sig)

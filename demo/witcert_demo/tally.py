@@ -28,6 +28,8 @@ class Tally:
     measured: int = 0
     unknown: int = 0
     certified: int = 0
+    certified_any_query: int = 0
+    tier: str = ""
     audited: int = 0
     violations: int = 0
     worst: float = 0.0
@@ -45,6 +47,11 @@ class Tally:
         """Share of measured cells with a bound of at most tau; None before anything was measured."""
         return self.certified / self.measured if self.measured else None
 
+    @property
+    def any_query_share(self) -> float | None:
+        """The same under the deterministic tier, which alone covers text the model generates itself."""
+        return self.certified_any_query / self.measured if self.measured else None
+
     def add(self, item: Asked) -> None:
         self.asked.append(item)
         summary = item.summary
@@ -54,6 +61,9 @@ class Tally:
         self.measured += summary["cells_measured"]
         self.unknown += summary["cells_unknown"]
         self.certified += summary["certified_cells"]
+        beside = summary["tier_w_beside"]
+        self.certified_any_query += summary["certified_cells"] if beside is None else beside["certified_cells"]
+        self.tier = summary["tier"]
         self.audited += summary["audit"]["cells"]
         self.violations += summary["audit"]["violations"]
         self.tv_max = max(self.tv_max, summary["audit"]["tv_max"] or 0.0)

@@ -230,6 +230,8 @@ def test_the_version_of_sglang_is_the_one_that_is_accepted():
 
 
 REFUSED = {
+    "is_embedding": ("--is-embedding",),
+    "enable_tf32_matmul": ("--enable-tf32-matmul",),
     "pp_size": ("pipeline", "parallelism"),
     "dp_size": ("data", "parallelism"),
     "dcp_size": ("context parallelism",),

@@ -7,10 +7,12 @@ import torch
 from witcert_core import dither, radii
 from witcert_core.bands import band_map
 from witcert_core.bounds import FORM_NAMES, FORMS, extremal, meter
+from witcert_core.cells import SOFTMAX_FP32, bounds_of, sum_terms, weight_underflow
 from witcert_core.dither import DitherKey
 from witcert_core.errors import InputError
 from witcert_core.layout import AccField
 from witcert_core.meter import measure
+from witcert_core.radii import CAST_16BIT
 from witcert_core.rotary import RotarySpec
 from witcert_core.witness import decode_norm, value_codes, witness_codes
 
@@ -297,3 +299,18 @@ def test_infinite_fields_do_not_leak_into_finite_ones():
     cells = run(Store("witness"))[3]
     assert bool(cells.acc.isfinite().all())
     assert torch.equal(cells.log_a, cells.acc[..., AccField.LOG_A])
+
+
+def test_float16_weights_too_small_to_hold_are_covered():
+    """One token at logit 0, very many at -17.5: in float16 their weights vanish, 0.3 % of the mass."""
+    count, below = 131072, -17.5
+    z = torch.full((1, count), below, dtype=torch.float64)
+    z[0, 0] = 0.0
+    zero = torch.zeros_like(z)
+    lost = float(torch.softmax(z, -1)[0, 1:].sum())
+    assert float(torch.exp(z[0, 1:].float()).half().sum()) == 0.0
+    v, rho = torch.zeros(count, 1, 1, dtype=torch.float64), torch.zeros(count, 1, dtype=torch.float64)
+    omega = torch.full_like(z, SOFTMAX_FP32 + CAST_16BIT)
+    for dtype, covered in ((torch.float16, True), (torch.float32, False)):
+        terms = sum_terms(z, zero, omega, v, rho, underflow=weight_underflow(count, dtype))
+        assert bool(bounds_of(terms, "auto", False)[0] >= lost) is covered

@@ -173,3 +173,35 @@ def test_quantizers_the_store_cannot_follow_are_refused() -> None:
             bands=band_map(RotarySpec(64)),
             storage_dtype=torch.float32,
         )
+
+
+def liar(side: SlotStore, slots: Tensor, t: dict[str, Tensor], factor: float) -> None:
+    """Write codes whose declared scales are `factor` times too small for what they give back."""
+    quantizer = quantizer_registry().get("int8_dither")
+    context = QuantContext(
+        head_ids=tuple(range(HKV)),
+        head_dim=64,
+        rotary=RotarySpec(64),
+        storage_dtype=torch.float32,
+        row_ids=torch.full((20,), 7),
+        dither_key=DitherKey(seed=1, nonce=0, dp_rank=0),
+    )
+    coded = {
+        kind: quantizer.encode(t[f"exact_{kind}"], kind=kind, layer=LAYER, positions=torch.arange(20), ctx=context)
+        for kind in "kv"
+    }
+    small = {kind: Encoded(e.codes, (e.scales / factor).half(), e.values) for kind, e in coded.items()}
+    stored = {f"stored_{kind}": e.values for kind, e in coded.items()}
+    exact = {name: x for name, x in t.items() if name.startswith("exact")}
+    side.write(LAYER, slots, **exact, **stored, encoded_k=small["k"], encoded_v=small["v"])
+
+
+def test_scales_that_promise_too_much_leave_the_token_unknown() -> None:
+    """The deterministic tier must not rest on what a plugin says about itself."""
+    side, slots, t = written("int8_dither", 64, torch.float32)
+    q = torch.ones(G * HKV, 64, dtype=torch.float64)
+    liar(side, slots, t, 1.0)
+    assert side[LAYER].key_radius(q, slots, SCALE, 0.0).isfinite().all()
+    liar(side, slots, t, 16.0)
+    assert side[LAYER].key_radius(q, slots, SCALE, 1e-3).isinf().all()
+    assert side[LAYER].value_radius(slots).isinf().all()

@@ -38,7 +38,7 @@ def test_the_demonstration(tmp_path: Path) -> None:
     assert not marked(mark)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_half_way_it_leaves_no_process(tmp_path: Path, sent: signal.Signals) -> None:
     process, mark = start(tmp_path, "--per-task", "1")
     deadline = time.monotonic() + 60
@@ -46,6 +46,9 @@ def test_stopped_half_way_it_leaves_no_process(tmp_path: Path, sent: signal.Sign
         time.sleep(0.2)
     assert len(marked(mark)) >= 2
     process.send_signal(sent)
+    if sent == signal.SIGINT:  # an impatient second one must not leave the server behind
+        time.sleep(0.4)
+        process.send_signal(sent)
     process.communicate(timeout=60)
     assert process.returncode != 0
     assert not marked(mark)

@@ -78,6 +78,16 @@ def test_missing_model(tmp_path: Path) -> None:
     assert "nowhere" in line
 
 
+def test_layers_and_files_that_are_not_there(checkpoint: Path, tmp_path: Path) -> None:
+    """Found before a model is loaded; of two wrongs the first is named."""
+    policy = write_policy(
+        tmp_path / "p.yaml", **NONE, meter={"layers": [9]}, report={"jsonl": str(tmp_path / "no" / "x")}
+    )
+    assert "meter.layers" in refusal(*launch(checkpoint, policy))
+    policy = write_policy(tmp_path / "p.yaml", **NONE, report={"jsonl": str(tmp_path / "no" / "x")})
+    assert "report.jsonl" in refusal(*launch(checkpoint, policy))
+
+
 def test_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -158,6 +168,8 @@ def test_plain_options_pass() -> None:
         ("disaggregation_mode", "prefill", "disaggregation"),
         ("enable_torch_compile", True, "torch.compile"),
         ("tokenizer_worker_num", 2, "tokenizer"),
+        ("is_embedding", True, "embedding"),
+        ("enable_tf32_matmul", True, "TF32"),
         ("kv_cache_dtype", "fp8_e4m3", "fp8_e4m3"),
         ("attention_backend", "fa3", "fa3"),
         ("decode_attention_backend", "flashinfer", "flashinfer"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +64,8 @@ def load_vectors(path: Path) -> list[VectorCase]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise VectorFileError(f"{path}: cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise VectorFileError(f"{path}: not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or a number of thousands of digits
+        raise VectorFileError(f"{path}: not JSON that can be read: {error}") from error
     cases = document.get("cases") if isinstance(document, dict) else None
     if not isinstance(cases, list) or not cases:
         raise VectorFileError(f'{path}: needs a JSON object with a non-empty list under "cases"')
@@ -92,7 +93,7 @@ def _numbers(where: str, case: dict[str, Any], key: str) -> tuple[float, ...]:
     if not isinstance(values, list) or not values:
         raise VectorFileError(f"{where}.{key}: is {values!r}; it must be a non-empty list of numbers")
     for i, x in enumerate(values):
-        if not isinstance(x, int | float) or isinstance(x, bool) or not 0.0 <= x < math.inf:
+        if not isinstance(x, int | float) or isinstance(x, bool) or not 0.0 <= x <= sys.float_info.max:
             raise VectorFileError(f"{where}.{key}[{i}]: is {x!r}; it must be a finite number, not negative")
     return tuple(float(x) for x in values)
 

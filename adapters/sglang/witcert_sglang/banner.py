@@ -23,8 +23,7 @@ def banner(runtime: Runtime, *, metrics_on: bool) -> str:
         f"  cells a metered row : {cells} ({len(metered)} of {len(geometry.layers)} layers "
         f"x {geometry.total_qo_heads} query heads{on_ranks(status['num_ranks'])})",
         f"  tier                : {status['tier']} ({claim})",
-        f"  rows                : every {ordinal(policy.meter.stride)} decode row of a request, the last of a chunk "
-        f"that reads the cache and every {ordinal(policy.meter.stride)} before it, at most {policy.meter.max_rows}",
+        f"  rows                : {rows(runtime)}",
         f"  audited             : {audited(policy.meter.audit_every)}",
         f"  prefill reads       : {policy.prefill_reads}",
         f"  memory              : {format_bytes(status['bytes_witness'])} of witnesses and row ids, "
@@ -40,14 +39,21 @@ def on_ranks(count: int) -> str:
     return "" if count == 1 else f" on {count} ranks"
 
 
-def ordinal(n: int) -> str:
-    return "single" if n == 1 else f"{n}th"
+def rows(runtime: Runtime) -> str:
+    stride, most = runtime.planner.stride, runtime.planner.max_rows
+    if runtime.policy.repairs:
+        return "all that read the cache: the gate needs every cell"
+    if stride == 1:
+        return f"all decode rows; of a chunk that reads the cache the last {most}"
+    return (
+        f"one decode row in {stride}; of a chunk that reads the cache the last row and one in {stride}, at most {most}"
+    )
 
 
 def audited(every: int) -> str:
     if every == 0:
         return "no row (meter.audit_every: 0)"
-    return "every metered row" if every == 1 else f"every {every}th metered row of a request"
+    return "every metered row" if every == 1 else f"one metered row of a request in {every}"
 
 
 def gate(status: dict[str, Any]) -> str:

@@ -78,10 +78,9 @@ def gate(
             Verdict(index, outcome.status, outcome.repaired_blocks, outcome.repaired_bytes, outcome.gave_up)
         )
         found.append(outcome.cells)
-        if outcome.witness_cells is not None:
-            certain.append(outcome.witness_cells)
+        certain.append(outcome.witness_cells or outcome.cells)
     step.layers[call.layer] = joined(found)
-    if len(certain) == len(found):
+    if any(delta > 0 for delta in delta_loc):
         step.witness_layers[call.layer] = joined(certain)
 
 

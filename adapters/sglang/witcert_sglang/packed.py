@@ -205,7 +205,7 @@ class PackedStorage:
     def _write(self, call: AttentionCall, k: Coded, v: Coded) -> None:
         if k.codes is None or v.codes is None:
             raise UnsupportedError(f"quantizer {self.runtime.quantizer.name!r} gives no codes to pack")
-        self.cache.write(call.layer.layer_id, call.slots, call.exact_k, k.codes, v.codes)
+        self.cache.write(call.layer.layer_id, call.slots, call.exact_k, call.exact_v, k.codes, v.codes)
 
     def _measure(self, call: AttentionCall, read: Gathered, q: Tensor, plan: RowPlan, step: StepCells) -> None:
         layer_id = call.layer.layer_id

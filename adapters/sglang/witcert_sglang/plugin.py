@@ -16,6 +16,7 @@ from witcert_core.layout import KVLayout
 from witcert_core.policy import Policy, load_policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.conformance import check_quantizer
+from witcert_core.report.jsonl import JsonlWriter
 from witcert_core.report.prometheus import Metrics
 from witcert_core.rotary import RotarySpec
 from witcert_sglang import packed, support
@@ -24,7 +25,7 @@ from witcert_sglang.banner import banner
 from witcert_sglang.geometry import read_geometry, rotary_dim
 from witcert_sglang.hooks import Hook, register
 from witcert_sglang.ranks import attention_ranks
-from witcert_sglang.results import streamer_class
+from witcert_sglang.results import send_along, streamer_class
 from witcert_sglang.runtime import Runtime
 
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -103,6 +104,11 @@ class Installation:
         config = model_config(server_args)
         refuse_on_error(support.check_model, config, args.attention_backend, args.kv_cache_dtype, args.device)
         refuse_on_error(check_quantizer, self.quantizer, config.head_dim)
+        layers = range(config.num_hidden_layers)
+        refuse_on_error(self.policy.quantizer.layers_of, layers)
+        refuse_on_error(self.policy.meter.layers_of, layers)
+        if self.policy.report.jsonl:
+            refuse_on_error(lambda path: JsonlWriter(path).close(), self.policy.report.jsonl)
         refuse_on_error(support.check_port, args.host, args.port)
 
     def after_launch(self, result: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -124,6 +130,13 @@ class Installation:
     # Scheduler process ------------------------------------------------------------------------------------------
 
     def make_runtime(self, runner: Any, backend: Any) -> Runtime:
+        """The runtime; what cannot be metered ends this process with one line, and so the server."""
+        try:
+            return self.build_runtime(runner, backend)
+        except WitCertError as error:
+            raise SystemExit(f"witcert: {error}") from error
+
+    def build_runtime(self, runner: Any, backend: Any) -> Runtime:
         if self.runtime is None:
             support.check_layers(runner.model, runner.token_to_kv_pool.layer_num)
             support.check_pool(runner.token_to_kv_pool, self.policy.quantizer.storage == "packed")
@@ -155,12 +168,10 @@ class Installation:
     @staticmethod
     def send_with(logits_output: Any) -> None:
         """Let the step's cells travel with its logits; sampling may run after the next pass has begun."""
-        from sglang.srt.managers.auxiliary_output import append_auxiliary_output
-
         step = getattr(logits_output, "witcert_step", None)
         if step is not None:
             logits_output.witcert_step = None
-            logits_output.auxiliary_device_output = append_auxiliary_output(logits_output.auxiliary_device_output, step)
+            send_along(logits_output, step)
 
     def after_move(self, _result: Any, pool: Any, tgt_loc: Any, src_loc: Any) -> None:
         if self.runtime is not None and pool is self.runtime.pool:
@@ -194,7 +205,7 @@ def is_main_process() -> bool:
     return multiprocessing.parent_process() is None
 
 
-def refuse_on_error(check: Callable[..., None], *args: Any) -> None:
+def refuse_on_error(check: Callable[..., object], *args: Any) -> None:
     """Run a check; its refusal becomes SystemExit with one line, before SGLang has started a process."""
     try:
         check(*args)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from witcert_sglang.runtime import Runtime
 
 META_KEY = "witcert"
+HEALTH_CHECK = "HEALTH_CHECK"  # how SGLang's own probes begin their request ids
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ class StepCells:
         counted = {
             index
             for index, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True))
-            if commit is not None or not (req.finished() or req.is_retracted)
+            # Without a commit a finished request's row was computed ahead, unless it asked for no token at all.
+            if commit is not None or not (req.is_retracted or (req.finished() and not req.is_prefill_only))
+            if not self.rids[index].startswith(HEALTH_CHECK)
         }
         ledger = self.runtime.ledger
         for number, row in enumerate(self.rows):
@@ -87,7 +90,8 @@ class StepCells:
                     row.position,
                     cells,
                     number,
-                    witness_cells=self.witness_layers.get(layer),
+                    # A row beyond the declared ones was metered deterministically to begin with.
+                    witness_cells=self.witness_layers.get(layer) if float(cells.delta_loc[number]) > 0 else None,
                 )
         for (index, reason), count in self.unmetered.items():
             if index in counted:
@@ -100,6 +104,13 @@ class StepCells:
             ledger.count_repair(rid, verdict.repaired_blocks, verdict.repaired_bytes)
             if verdict.gave_up and self.runtime.policy.gate.on_exhausted == "abort":
                 abort(batch.reqs[verdict.index], verdict.gave_up)
+
+
+def send_along(logits_output: Any, step: StepCells) -> None:
+    """Let a step travel with its logits to where its tokens are committed."""
+    from sglang.srt.managers.auxiliary_output import append_auxiliary_output
+
+    logits_output.auxiliary_device_output = append_auxiliary_output(logits_output.auxiliary_device_output, step)
 
 
 def abort(req: Any, why: str) -> None:
@@ -118,7 +129,8 @@ def streamer_class(runtime: Runtime, base: type[Any]) -> type[Any]:
 
         def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
             info: dict[str, list[Any]] = super().build_additional_customized_info(reqs)
-            summaries = [[runtime.finish(req)] if req.finished() else [] for req in reqs]
+            reported = [req.finished() and not req.rid.startswith(HEALTH_CHECK) for req in reqs]
+            summaries = [[runtime.finish(req)] if done else [] for req, done in zip(reqs, reported, strict=True)]
             if runtime.policy.report.per_request:
                 info[META_KEY] = summaries
             return info

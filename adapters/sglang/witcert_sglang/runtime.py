@@ -12,7 +12,7 @@ from torch import Tensor
 
 from witcert_core.budget import Budget
 from witcert_core.dither import DitherKey
-from witcert_core.errors import UnsupportedError
+from witcert_core.errors import QuantizerError, UnsupportedError
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import DitheredQuantizer, QuantContext, Quantizer
 from witcert_core.report.jsonl import JsonlWriter
@@ -22,7 +22,7 @@ from witcert_sglang.calls import AttentionCall, Coded
 from witcert_sglang.geometry import Geometry
 from witcert_sglang.packed import PackedStorage
 from witcert_sglang.ranks import Ranks
-from witcert_sglang.results import StepCells
+from witcert_sglang.results import StepCells, send_along
 from witcert_sglang.rows import RowPlan, RowPlanner
 from witcert_sglang.simulated import SimulatedCache
 
@@ -100,8 +100,11 @@ class Runtime:
                 "some attention bypasses the meter, so nothing is served"
             )
         step = self.ranks.collect(self.step) if self.step is not None else None
-        if output.logits_output is not None:
-            output.logits_output.witcert_step = step
+        if output.logits_output is not None and step is not None:
+            if forward_batch.is_prefill_only:  # scoring samples nothing, so nothing would send the step on its way
+                send_along(output.logits_output, step)
+            else:
+                output.logits_output.witcert_step = step
         self.step = self.plan = None
         return output
 
@@ -176,7 +179,13 @@ class Runtime:
             if isinstance(self.quantizer, DitheredQuantizer):
                 codes = self.quantizer.encode(x, kind=kind, layer=layer_id, positions=positions, ctx=ctx)
                 return Coded(codes.values, codes)
-            return Coded(self.quantizer.fake_quantize(x, kind=kind, layer=layer_id, positions=positions, ctx=ctx), None)
+            values = self.quantizer.fake_quantize(x, kind=kind, layer=layer_id, positions=positions, ctx=ctx)
+            if values.shape != exact.shape:
+                raise QuantizerError(
+                    f"quantizer {self.quantizer.name!r} returned {tuple(values.shape)} for {kind} of shape "
+                    f"{tuple(exact.shape)} in layer {layer_id}; it must keep the shape"
+                )
+            return Coded(values, None)
 
         return coded("k", call.exact_k, context), coded("v", call.exact_v, replace(context, head_dim=g.v_head_dim))
 

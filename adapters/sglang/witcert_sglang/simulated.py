@@ -88,6 +88,8 @@ class SimulatedCache:
     def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells) -> Tensor:
         """Attention that reads the chunk exactly or as stored; the pool holds quantized tokens afterwards."""
         layer_id = call.layer.layer_id
+        if odd := sorted(set(call.kwargs) - {"sinks"}):
+            raise UnsupportedError(f"layer {layer_id} passes {odd} to its attention, which the meter does not follow")
         quantized = layer_id in self.runtime.quantized_layers
         exact = Coded(call.exact_k, None), Coded(call.exact_v, None)
         if call.reads_stored:

@@ -36,6 +36,8 @@ _REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "dllm_algorithm": (None, "diffusion language models: rows are not causal"),
     "enable_torch_compile": (False, "torch.compile: the meter's Python does not run in compiled passes"),
     "tokenizer_worker_num": (1, "several tokenizer processes: each would know a part of the requests only"),
+    "is_embedding": (False, "embedding models: their passes sample nothing, so no request would be reported"),
+    "enable_tf32_matmul": (False, "TF32 products: no radius covers their rounding"),
     "enable_two_batch_overlap": (False, "two-batch overlap: half-batches are not planned"),
 }
 
@@ -62,7 +64,7 @@ def check_quantizer_kind(quantizer: Quantizer) -> None:
 
 def check_model_path(model_path: str) -> None:
     """Raise UnsupportedError for a local model path that is not there (a hub id is left to SGLang)."""
-    looks_local = model_path.startswith(("/", "./", "../", "~"))
+    looks_local = model_path.startswith(("/", "./", "../", "~")) or model_path.count("/") > 1
     if looks_local and not Path(model_path).expanduser().exists():
         raise UnsupportedError(f"--model-path {model_path}: no such directory")
 
@@ -148,6 +150,8 @@ def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto", device:
         raise UnsupportedError(
             f"{name} has keys of {config.head_dim} and values of {config.v_head_dim} channels; metered are equal widths"
         )
+    if not getattr(config, "is_generation", True):
+        raise UnsupportedError(f"{name} does not generate text; metered are generating models")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{name} is an encoder-decoder model; metered are decoder-only models")
     soft_cap = getattr(config.hf_text_config, "attn_logit_softcapping", None)
