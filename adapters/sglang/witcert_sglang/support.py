@@ -73,7 +73,7 @@ def check_server(args: Any) -> None:
     """Raise UnsupportedError for server options (resolved) under which the meter would not see everything."""
     for option, (allowed, why) in _REFUSED_OPTIONS.items():
         value = getattr(args, option)
-        if value != allowed and value is not allowed:
+        if value != allowed and (value or allowed):  # unset options are None or False
             flag = "--" + option.replace("_", "-")
             raise UnsupportedError(f"{flag} {value}: {why}; use {allowed!r} or unset WITCERT_POLICY")
     if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
