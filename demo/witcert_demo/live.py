@@ -102,6 +102,10 @@ def panel(tally: Tally, exact: Tally, total: int) -> Panel:
 def overview(tallies: list[Tally], exact: Tally) -> Table:
     """One line a quantizer, for the end."""
     table = Table(title="What the meter saw, and what the answers say", box=box.ROUNDED, title_style="bold")
+    table.caption = (
+        "A cell is one query row of one layer and head. Certified: its attention weights moved by at most "
+        f"{tallies[0].tau:g}, for any query (tier W) or under the law of the dither (tier D)."
+    )
     columns = ("KV cache", "answers right", "certified, any query", "tier D", "worst bound", "audited", "violations")
     for column in columns:
         table.add_column(column, justify="left" if column == "KV cache" else "right")
