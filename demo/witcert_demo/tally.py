@@ -83,7 +83,7 @@ class Tally:
         if share == 1.0:
             seen = f"every cell was certified to move attention by at most {self.tau:g} (worst bound {self.worst:.3f})"
         else:
-            any_query = "" if self.tier == "witness" else f" ({1 - (self.any_query_share or 0):.1%} for any query)"
+            any_query = "" if self.tier == "witness" else f", {1 - (self.any_query_share or 0):.1%} for any query"
             seen = (
                 f"{1 - share:.1%} of the cells could not be certified at {self.tau:g}{any_query} "
                 f"(worst bound {self.worst:.2f}, true movement up to {self.tv_max:.2f})"
