@@ -1,0 +1,140 @@
+"""SGLang's own pool, attention layers and batch objects around the metered backend, without a server or a model.
+
+Every key ever written is at hand, so exact attention can be compared with what was computed and reported.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from torch import Tensor
+from witcert_sglang.backend import metered
+from witcert_sglang.geometry import Geometry
+from witcert_sglang.packed import PackedMethod
+from witcert_sglang.results import StepCells
+from witcert_sglang.runtime import Runtime
+
+from witcert_core.policy import parse_policy
+from witcert_core.rotary import RotarySpec
+
+HQ, HKV, D, LAYERS, SLOTS = 4, 2, 64, 2, 200
+SCALE = D**-0.5
+
+
+class Engine:
+    """A pool, a metered backend and two attention layers, driven pass by pass."""
+
+    def __init__(
+        self,
+        quantizer: str,
+        dtype: torch.dtype = torch.float32,
+        model_dtype: torch.dtype | None = None,
+        **sections: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        meter = {"stride": 1, "audit_every": 1, "max_rows": 64, **sections.pop("meter", {})}
+        storage = sections.pop("storage", "simulated")
+        chosen = {"name": quantizer, "layers": sections.pop("quantized_layers", None), "storage": storage}
+        policy = parse_policy({"version": 1, "quantizer": chosen, "meter": meter, **sections})
+        self.requests = ReqToTokenPool(size=4, max_context_len=128, device="cpu", enable_memory_saver=False)
+        method = PackedMethod(quantizer == "int8_dither_w") if storage == "packed" else None
+        pool_dtype = torch.int8 if storage == "packed" else dtype
+        self.pool = MHATokenToKVPool(SLOTS, 1, pool_dtype, HKV, D, LAYERS, "cpu", False, quant_method=method)
+        self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.requests, token_to_kv_pool=self.pool)
+        geometry = Geometry(
+            backend="test",
+            total_qo_heads=HQ,
+            layers=tuple(range(LAYERS)),
+            num_qo_heads=HQ,
+            num_kv_heads=HKV,
+            kv_head_ids=tuple(range(HKV)),
+            head_dim=D,
+            v_head_dim=D,
+            num_slots=SLOTS + 1,
+            pool_dtype=dtype,
+            rotary=RotarySpec(D),
+            device="cpu",
+        )
+        self.runtime = Runtime(policy, policy.build_quantizer(), geometry, self.pool, None)
+        self.backend = metered(TorchNativeAttnBackend)(self.runner)
+        self.backend.witcert_runtime = self.runtime
+        self.layers = [RadixAttention(HQ, D, SCALE, num_kv_heads=HKV, layer_id=i) for i in range(LAYERS)]
+        self.dtype = dtype
+        self.model_dtype = model_dtype or dtype
+        self.rows = self.requests.alloc_rows(2)
+        free = torch.randperm(SLOTS)[: 2 * 60] + 1
+        for i, row in enumerate(self.rows):
+            self.requests.req_to_token[row, :60] = free[60 * i : 60 * (i + 1)].int()
+        self.lens = [0, 0]
+        self.exact: list[dict[str, Tensor]] = [  # every key and value ever written, by layer, request and position
+            {kind: torch.zeros(2, 60, HKV, D) for kind in "kv"} for _ in range(LAYERS)
+        ]
+
+    def step(self, new: list[int], mode: ForwardMode) -> tuple[StepCells, list[Tensor], list[Tensor]]:
+        """One pass in which request i gets new[i] tokens; returns its cells, queries and outputs by layer."""
+        total = sum(new)
+        prefix, self.lens = self.lens, [a + b for a, b in zip(self.lens, new, strict=True)]
+        slots = torch.cat(
+            [self.requests.req_to_token[r, p : p + n] for r, p, n in zip(self.rows, prefix, new, strict=True)]
+        )
+        batch = ForwardBatch(
+            forward_mode=mode,
+            batch_size=2,
+            input_ids=torch.zeros(total, dtype=torch.int64),
+            req_pool_indices=torch.tensor(self.rows),
+            seq_lens=torch.tensor(self.lens),
+            out_cache_loc=slots.long(),
+            seq_lens_sum=sum(self.lens),
+            rids=["a", "b"],
+        )
+        batch.positions = torch.cat([torch.arange(p, p + n) for p, n in zip(prefix, new, strict=True)])
+        if not mode.is_decode():
+            batch.extend_seq_lens = torch.tensor(new)
+            batch.extend_prefix_lens = torch.tensor(prefix)
+        queries, outputs = [], []
+
+        def model(_runner: Any, forward_batch: ForwardBatch) -> Any:
+            self.backend.init_forward_metadata(forward_batch)
+            for number, layer in enumerate(self.layers):
+                q, k, v = (torch.randn(total, h * D) * 2 for h in (HQ, HKV, HKV))
+                self.remember(number, k, v, prefix, new)
+                queries.append(q.view(total, HQ, D))
+                out = layer(*(x.to(self.model_dtype) for x in (q, k, v)), forward_batch)
+                outputs.append(out.float().view(total, HQ, D))
+            return SimpleNamespace(logits_output=SimpleNamespace())
+
+        with forward_context(ForwardContext(attn_backend=self.backend)):
+            result = self.runtime.around_forward(model, self.runner, batch)
+        return result.logits_output.witcert_step, queries, outputs
+
+    def remember(self, layer: int, k: Tensor, v: Tensor, prefix: list[int], new: list[int]) -> None:
+        done = 0
+        for i, (p, n) in enumerate(zip(prefix, new, strict=True)):
+            for kind, x in (("k", k), ("v", v)):
+                self.exact[layer][kind][i, p : p + n] = x.to(self.dtype).float().view(-1, HKV, D)[done : done + n]
+            done += n
+
+    def stored(self, layer: int, request: int, count: int) -> tuple[Tensor, Tensor]:
+        """What the pool holds for the first `count` tokens of a request."""
+        slots = self.requests.req_to_token[self.rows[request], :count].long()
+        if self.pool.dtype == torch.int8:
+            return self.runtime.cache.cache.read(layer, slots)
+        return self.pool.get_key_buffer(layer)[slots].float(), self.pool.get_value_buffer(layer)[slots].float()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [HQ, D] and weights [HQ, S] of one query [HQ, D] over k, v [S, HKV, D], in float64."""
+    k, v = (x.double().repeat_interleave(HQ // HKV, 1) for x in (k, v))
+    weights = (torch.einsum("hd,shd->hs", q.double(), k) * SCALE).softmax(-1)
+    return torch.einsum("hs,shd->hd", weights, v), weights
+
+
+def gated(name: str, kind: str = "certified", **gate: Any) -> Engine:
+    return Engine(name, gate={"kind": kind, "block_size": 4, **gate})
