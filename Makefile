@@ -53,6 +53,7 @@ static: $(ENVS)/sglang/.ready
 
 test-sglang: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m pytest tests/sglang
+	$(SGLANG)/python -m pytest tests/demo -k hugging_face
 
 envs: $(ENVS)/core/.ready $(ENVS)/sglang/.ready
 
