@@ -182,9 +182,15 @@ def test_options_refused_by_name(option: str, value: object, named: str) -> None
 
 
 def test_an_abort_on_several_ranks_is_refused() -> None:
-    support.check_gate(True, "serve", SimpleNamespace(tp_size=2))
+    support.check_gate(True, "serve", SimpleNamespace(tp_size=2, device="cpu"))
     with pytest.raises(UnsupportedError, match="part ways"):
-        support.check_gate(True, "abort", SimpleNamespace(tp_size=2))
+        support.check_gate(True, "abort", SimpleNamespace(tp_size=2, device="cpu"))
+
+
+def test_repairs_on_a_gpu_are_refused() -> None:
+    support.check_gate(False, "serve", SimpleNamespace(tp_size=1, device="cuda"))
+    with pytest.raises(UnsupportedError, match="cuda"):
+        support.check_gate(True, "serve", SimpleNamespace(tp_size=1, device="cuda"))
 
 
 def test_packed_storage_where_nothing_reads_codes() -> None:

@@ -77,7 +77,7 @@ class Runtime:
         # The nonce makes the rows of two runs differ; it need not be remembered, the codes die with the pool.
         nonce = self.ranks.from_root(secrets.randbits(63))
         self.dither_key = DitherKey(seed=0, nonce=nonce, dp_rank=0)
-        self.row_ids = torch.zeros(geometry.num_slots, dtype=torch.int64)  # row 0: never written
+        self.row_ids = torch.zeros(geometry.num_slots, dtype=torch.int64, device=geometry.device)  # 0: never written
         self.passes = 0
         self.step: StepCells | None = None
         self.plan: RowPlan | None = None
