@@ -97,7 +97,8 @@ def check_gate(kind_repairs: bool, on_exhausted: str, args: Any) -> None:
     """Raise UnsupportedError for repairs on a GPU, and for an abort that only one rank's scheduler would know of."""
     if kind_repairs and args.device != "cpu":
         raise UnsupportedError(
-            f"a gate that repairs on device {args.device!r}: repairs have only been done on the CPU; set gate.kind to 'observe'"
+            f"a gate that repairs on device {args.device!r}: repairs have only been done on the CPU; "
+            "set gate.kind to 'observe'"
         )
     if kind_repairs and on_exhausted == "abort" and args.tp_size > 1:
         raise UnsupportedError(
