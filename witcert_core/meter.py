@@ -133,7 +133,15 @@ def measure(
             truth[r] = true_tv(q[r], k, exact_k[slots], sm_scale, logits_soft_cap, sinks)
 
     terms = stack_terms(parts, num_rows, heads, device)
-    meter, which, out = bounds_of(terms, form, sinks is not None)
+    spent = torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=device)
+    return cell_batch(terms, form, sinks is not None, visible, truth, spent)
+
+
+def cell_batch(
+    terms: Terms, form: str, has_sink: bool, num_visible: Tensor, tv_audit: Tensor | None, delta_loc: Tensor
+) -> CellBatch:
+    """Bounds of the cells whose terms ``[R, H, ...]`` are given; the other fields as in :class:`CellBatch`."""
+    meter, which, out = bounds_of(terms, form, has_sink)
     return CellBatch(
         acc=terms.acc,
         meter=meter,
@@ -141,9 +149,9 @@ def measure(
         log_a=terms.acc[..., AccField.LOG_A].clone(),
         out_bound=out,
         out_norm=terms.norm,
-        num_visible=visible,
-        tv_audit=truth,
-        delta_loc=torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=device),
+        num_visible=num_visible,
+        tv_audit=tv_audit,
+        delta_loc=delta_loc,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from witcert_core.cells import Terms, bounds_of, kernel_radius, sum_terms, weight_underflow
 from witcert_core.gates import Gate, GateState, block_risk
 from witcert_core.layout import AccField
-from witcert_core.meter import CellBatch, true_tv
+from witcert_core.meter import CellBatch, cell_batch, true_tv
 from witcert_core.output import relative_output_bound
 from witcert_core.shadow import ShadowStore
 from witcert_core.store import LayerSlots, SlotStore
@@ -279,17 +279,6 @@ def _side_by_side(parts: Sequence[Tensor], num_rows: int) -> Tensor:
 def _merge(parts: Sequence[Terms], rows: RequestRows, delta_loc: float, form: str, has_sink: bool) -> CellBatch:
     """The cells of all KV heads as one batch [R, H]."""
     num_rows = len(rows.q)
-    names = ("acc", "extra", "norm", "swept")
-    terms = Terms(*(_side_by_side([getattr(part, name) for part in parts], num_rows) for name in names))
-    meter, which, out = bounds_of(terms, form, has_sink)
-    return CellBatch(
-        acc=terms.acc,
-        meter=meter,
-        form=which,
-        log_a=terms.acc[..., AccField.LOG_A].clone(),
-        out_bound=out,
-        out_norm=terms.norm,
-        num_visible=rows.positions + 1,
-        tv_audit=None,
-        delta_loc=torch.full((num_rows,), delta_loc, dtype=torch.float64),
-    )
+    terms = Terms(*(_side_by_side([getattr(part, f.name) for part in parts], num_rows) for f in fields(Terms)))
+    spent = torch.full((num_rows,), delta_loc, dtype=torch.float64)
+    return cell_batch(terms, form, has_sink, rows.positions + 1, None, spent)

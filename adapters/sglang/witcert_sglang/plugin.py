@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
@@ -28,6 +28,7 @@ from witcert_sglang.ranks import attention_ranks
 from witcert_sglang.results import send_along, streamer_class
 from witcert_sglang.runtime import Runtime
 
+T = TypeVar("T")
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -63,7 +64,7 @@ class Installation:
             Hook(
                 f"{_MODEL_RUNNER}.compute_logprobs_only",
                 "after",
-                self.after_logprobs_only,
+                self.after_sample,
                 "every",
                 ("self", "logits_output", "forward_batch"),
             ),
@@ -131,10 +132,7 @@ class Installation:
 
     def make_runtime(self, runner: Any, backend: Any) -> Runtime:
         """The runtime; what cannot be metered ends this process with one line, and so the server."""
-        try:
-            return self.build_runtime(runner, backend)
-        except WitCertError as error:
-            raise SystemExit(f"witcert: {error}") from error
+        return refuse_on_error(self.build_runtime, runner, backend)
 
     def build_runtime(self, runner: Any, backend: Any) -> Runtime:
         if self.runtime is None:
@@ -160,13 +158,6 @@ class Installation:
         return self.runtime.around_forward(original, runner, forward_batch, *args, **kwargs)
 
     def after_sample(self, _result: Any, _runner: Any, logits_output: Any, *_args: Any, **_kwargs: Any) -> None:
-        self.send_with(logits_output)
-
-    def after_logprobs_only(self, _result: Any, _runner: Any, logits_output: Any, *_args: Any, **_kwargs: Any) -> None:
-        self.send_with(logits_output)
-
-    @staticmethod
-    def send_with(logits_output: Any) -> None:
         """Let the step's cells travel with its logits; sampling may run after the next pass has begun."""
         step = getattr(logits_output, "witcert_step", None)
         if step is not None:
@@ -205,10 +196,10 @@ def is_main_process() -> bool:
     return multiprocessing.parent_process() is None
 
 
-def refuse_on_error(check: Callable[..., object], *args: Any) -> None:
-    """Run a check; its refusal becomes SystemExit with one line, before SGLang has started a process."""
+def refuse_on_error(check: Callable[..., T], *args: Any) -> T:
+    """Run a check; its refusal becomes SystemExit with one line, which ends this process and so the server."""
     try:
-        check(*args)
+        return check(*args)
     except WitCertError as error:
         raise SystemExit(f"witcert: {error}") from error
 
