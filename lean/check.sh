@@ -5,8 +5,11 @@
 #      installed into PYTHON's environment, with a replacement core library.
 #   3. Else nothing is checked, this is said, and the exit status is 0: skipped, never passed.
 set -u
-cd "$(dirname "$0")" || exit 2
 PYTHON=${1:-python3}
+case $PYTHON in
+    */*) PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON") || exit 2 ;; # it is used from another folder
+esac
+cd "$(dirname "$0")" || exit 2
 CHECKER=../../shared/lean-check/check.py
 
 if command -v lake >/dev/null 2>&1; then
