@@ -121,22 +121,3 @@ class PackedCache:
         k = dequantize_int8(source.k[slots], source.k_scale[slots], u[..., : dims[0]])
         v = dequantize_int8(source.v[slots], source.v_scale[slots], u[..., : dims[1]])
         return k, v
-
-
-@dataclass(frozen=True)
-class ReadTokens:
-    """`Radii` over tokens that were gathered: token i came from slot `slots[i]`, or is exact where `exact[i]`.
-
-    slots [M] int64, exact [M] bool. Exact tokens have radius 0 but still count in the union over tokens.
-    """
-
-    layer: PackedLayer
-    slots: Tensor
-    exact: Tensor
-
-    def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
-        radius = self.layer.key_radius(q, self.slots[slots], sm_scale, delta_loc)
-        return radius.masked_fill(self.exact[slots], 0.0)
-
-    def value_radius(self, slots: Tensor) -> Tensor:
-        return self.layer.value_radius(self.slots[slots]).masked_fill(self.exact[slots, None], 0.0)

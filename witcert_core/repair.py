@@ -21,6 +21,7 @@ from witcert_core.gates import Gate, GateState, block_risk
 from witcert_core.layout import AccField
 from witcert_core.meter import CellBatch, cell_batch, true_tv
 from witcert_core.output import relative_output_bound
+from witcert_core.pool import Pool
 from witcert_core.shadow import ShadowStore
 from witcert_core.store import LayerSlots, SlotStore
 from witcert_core.tv import attention_logits
@@ -28,14 +29,13 @@ from witcert_core.tv import attention_logits
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One attention call as the engine made it. The caches are written to by repairs.
+    """One attention call as the engine made it. The pool is written to by repairs.
 
-    k_cache [SLOTS, Hkv, D], v_cache [SLOTS, Hkv, Dv]; sinks [H] or None; window_left negative for no window.
+    sinks [H] or None; window_left negative for no window. exact_k [SLOTS, Hkv, D], for audits.
     """
 
     layer: int
-    k_cache: Tensor
-    v_cache: Tensor
+    pool: Pool
     sm_scale: float
     logits_soft_cap: float = 0.0
     window_left: int = -1
@@ -111,7 +111,8 @@ class BlockRepairer:
     def run(self, call: LayerCall, rows: RequestRows) -> Outcome:
         """Bound, repair and bound again, KV head by KV head."""
         self.shadow.touch(rows.slots)
-        heads = [self._run_head(call, rows, head) for head in range(call.k_cache.shape[1])]
+        k, v = call.pool.read(call.layer, rows.slots)
+        heads = [self._run_head(call, rows, head, k, v) for head in range(k.shape[1])]
         has_sink = call.sinks is not None
         outcome = Outcome(
             cells=_merge([head.terms for head in heads], rows, rows.delta_loc, self.form, has_sink),
@@ -129,8 +130,8 @@ class BlockRepairer:
             outcome.witness_cells = _merge(certain, rows, 0.0, self.form, has_sink)
         return outcome
 
-    def _run_head(self, call: LayerCall, rows: RequestRows, head: int) -> _HeadOutcome:
-        group = _HeadRows(call, rows, head, self.store[call.layer].head(head), self.form)
+    def _run_head(self, call: LayerCall, rows: RequestRows, head: int, k: Tensor, v: Tensor) -> _HeadOutcome:
+        group = _HeadRows(call, rows, head, k, v, self.store[call.layer].head(head), self.form)
         first: Tensor | None = None
         blocks = moved = 0
         while True:
@@ -156,8 +157,9 @@ class BlockRepairer:
             decision = self.gate.decide(state)
             if decision.action != "repair" or decision.block is None:
                 break
-            wanted = rows.slots[(block_of == decision.block) & ~exact]
-            self._restore(call, wanted, head)
+            places = (block_of == decision.block) & ~exact
+            wanted = rows.slots[places]
+            self._restore(call, wanted, head, group, places)
             blocks += 1
             moved += wanted.numel() * group.bytes_per_token
             self._moved[rows.request_id] += wanted.numel() * group.bytes_per_token
@@ -174,10 +176,10 @@ class BlockRepairer:
             gave_up=decision.reason,
         )
 
-    def _restore(self, call: LayerCall, slots: Tensor, head: int) -> None:
+    def _restore(self, call: LayerCall, slots: Tensor, head: int, group: _HeadRows, places: Tensor) -> None:
         k, v = self.shadow.get(call.layer, slots, head)
-        call.k_cache[slots, head] = k.to(call.k_cache)
-        call.v_cache[slots, head] = v.to(call.v_cache)
+        call.pool.restore(call.layer, slots, head, k, v)
+        group.k[places, 0], group.v[places, 0] = k.to(group.k), v.to(group.v)
         self.store[call.layer].head(head).mark_exact(slots)
         self._touched[call.layer, head].append(slots)
 
@@ -197,10 +199,13 @@ class _HeadOutcome:
 class _HeadRows:
     """The cells of one KV head: R rows times G query heads, over the S tokens the last row sees."""
 
-    def __init__(self, call: LayerCall, rows: RequestRows, head: int, side: LayerSlots, form: str) -> None:
+    def __init__(
+        self, call: LayerCall, rows: RequestRows, head: int, k: Tensor, v: Tensor, side: LayerSlots, form: str
+    ) -> None:
         self.call, self.rows, self.head, self.side, self.form = call, rows, head, side, form
         num_rows, num_heads, dim = rows.q.shape
-        self.group = num_heads // call.k_cache.shape[1]
+        self.group = num_heads // k.shape[1]
+        self.k, self.v = (x[:, head : head + 1].clone() for x in (k, v))  # [S, 1, D] and [S, 1, Dv], as stored
         self.own = slice(head * self.group, (head + 1) * self.group)
         self.q = rows.q[:, self.own].reshape(num_rows * self.group, dim)
         place = torch.arange(rows.slots.numel())
@@ -209,12 +214,12 @@ class _HeadRows:
             seen &= place[None] >= rows.positions[:, None] - call.window_left
         self.seen = seen.repeat_interleave(self.group, 0)
         self.sinks = None if call.sinks is None else call.sinks[self.own].repeat(num_rows)
-        self.bytes_per_token = (dim + call.v_cache.shape[-1]) * call.k_cache.element_size()
+        self.bytes_per_token = (dim + v.shape[-1]) * k.element_size()
 
     def evaluate(self, delta_loc: float) -> tuple[Terms, Tensor, Tensor]:
         """Terms of the C cells, their weights [C, S] and radii [C, S], from the cache as it is now."""
         call, q = self.call, self.q.to(torch.float64)
-        k, v = self._stored()
+        k, v = self.k, self.v
         unseen = ~self.seen
         logits = attention_logits(q, k.to(torch.float64), call.sm_scale, call.logits_soft_cap)
         logits = logits.masked_fill(unseen, float("-inf"))
@@ -237,7 +242,7 @@ class _HeadRows:
 
     def serve(self) -> Tensor:
         """Outputs [R, G, Dv] with the engine's arithmetic: its dtype, softmax in float32."""
-        k, v = self._stored()
+        k, v = self.k, self.v
         logits = attention_logits(self.q.float(), k.float(), self.call.sm_scale, self.call.logits_soft_cap)
         logits = logits.masked_fill(~self.seen, float("-inf"))
         if self.sinks is not None:
@@ -252,17 +257,12 @@ class _HeadRows:
             return None
         found = torch.full((len(self.rows.q), self.group), float("nan"), dtype=torch.float64)
         exact = self.call.exact_k[self.rows.slots, self.head][:, None]
-        stored, _ = self._stored()
         for row in self.rows.audited.nonzero().flatten().tolist():
             seen = self.seen[row * self.group]
             sinks = None if self.sinks is None else self.sinks[: self.group]
             q = self.rows.q[row, self.own]
-            found[row] = true_tv(q, stored[seen], exact[seen], self.call.sm_scale, self.call.logits_soft_cap, sinks)
+            found[row] = true_tv(q, self.k[seen], exact[seen], self.call.sm_scale, self.call.logits_soft_cap, sinks)
         return found
-
-    def _stored(self) -> tuple[Tensor, Tensor]:
-        slots = self.rows.slots
-        return self.call.k_cache[slots, self.head][:, None], self.call.v_cache[slots, self.head][:, None]
 
 
 def _all_of(flags: Tensor, block_of: Tensor, num_blocks: int) -> Tensor:

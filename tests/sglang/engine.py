@@ -16,13 +16,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 from witcert_sglang.backend import metered
-from witcert_sglang.geometry import Geometry
 from witcert_sglang.packed import PackedMethod
-from witcert_sglang.results import StepCells
-from witcert_sglang.runtime import Runtime
+from witcert_sglang.runtime import SglangRuntime
 
 from witcert_core.policy import parse_policy
 from witcert_core.rotary import RotarySpec
+from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.step import StepCells
 
 HQ, HKV, D, LAYERS, SLOTS = 4, 2, 64, 2, 200
 SCALE = D**-0.5
@@ -62,7 +62,7 @@ class Engine:
             rotary=RotarySpec(D),
             device="cpu",
         )
-        self.runtime = Runtime(policy, policy.build_quantizer(), geometry, self.pool, None)
+        self.runtime = SglangRuntime(policy, policy.build_quantizer(), geometry, self.pool, None)
         self.backend = metered(TorchNativeAttnBackend)(self.runner)
         self.backend.witcert_runtime = self.runtime
         self.layers = [RadixAttention(HQ, D, SCALE, num_kv_heads=HKV, layer_id=i) for i in range(LAYERS)]
@@ -112,7 +112,7 @@ class Engine:
 
         with forward_context(ForwardContext(attn_backend=self.backend)):
             result = self.runtime.around_forward(model, self.runner, batch)
-        return result.logits_output.witcert_step, queries, outputs
+        return result.logits_output.witcert_step.step, queries, outputs
 
     def remember(self, layer: int, k: Tensor, v: Tensor, prefix: list[int], new: list[int]) -> None:
         done = 0

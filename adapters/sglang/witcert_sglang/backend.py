@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from witcert_sglang.runtime import Runtime
+from witcert_sglang.runtime import SglangRuntime
 
 
 @functools.cache
@@ -19,19 +19,19 @@ def metered(base: type[Any]) -> type[Any]:
     """
 
     class Metered(base):  # type: ignore[misc]
-        witcert_runtime: Runtime
+        witcert_runtime: SglangRuntime
 
         def forward_decode(
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kw: Any
         ) -> Tensor:
-            return self.witcert_runtime.attend(
+            return self.witcert_runtime.attend_layer(
                 super().forward_decode, q, k, v, layer, forward_batch, save_kv_cache, True, kw
             )
 
         def forward_extend(
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kw: Any
         ) -> Tensor:
-            return self.witcert_runtime.attend(
+            return self.witcert_runtime.attend_layer(
                 super().forward_extend, q, k, v, layer, forward_batch, save_kv_cache, False, kw
             )
 
@@ -43,7 +43,9 @@ def metered(base: type[Any]) -> type[Any]:
     return Metered
 
 
-def metered_factory(stock: Callable[[Any], Any], make_runtime: Callable[[Any, Any], Runtime]) -> Callable[[Any], Any]:
+def metered_factory(
+    stock: Callable[[Any], Any], make_runtime: Callable[[Any, Any], SglangRuntime]
+) -> Callable[[Any], Any]:
     """A factory for `ATTENTION_BACKENDS` that builds the stock backend and puts the meter around it."""
 
     def create(runner: Any) -> Any:

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from witcert_core.rotary import RotarySpec
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """One rank's cache: layer ids are global, heads are this rank's, SLOTS counts the padding row 0 as well."""
-
-    backend: str
-    total_qo_heads: int
-    layers: tuple[int, ...]
-    num_qo_heads: int
-    num_kv_heads: int
-    kv_head_ids: tuple[int, ...]
-    head_dim: int
-    v_head_dim: int
-    num_slots: int
-    pool_dtype: torch.dtype
-    rotary: RotarySpec
-    device: str
+from witcert_core.serving.geometry import Geometry
 
 
 def read_geometry(runner: Any, backend: Any, rank: int = 0, num_ranks: int = 1) -> Geometry:

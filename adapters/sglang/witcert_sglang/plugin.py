@@ -19,14 +19,14 @@ from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.report.jsonl import JsonlWriter
 from witcert_core.report.prometheus import Metrics
 from witcert_core.rotary import RotarySpec
+from witcert_core.serving.banner import banner
 from witcert_sglang import packed, support
 from witcert_sglang.backend import metered_factory
-from witcert_sglang.banner import banner
 from witcert_sglang.geometry import read_geometry, rotary_dim
 from witcert_sglang.hooks import Hook, register
 from witcert_sglang.ranks import attention_ranks
 from witcert_sglang.results import send_along, streamer_class
-from witcert_sglang.runtime import Runtime
+from witcert_sglang.runtime import SglangRuntime
 
 T = TypeVar("T")
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -45,7 +45,7 @@ class Installation:
     def __init__(self, policy: Policy, quantizer: Quantizer) -> None:
         self.policy = policy
         self.quantizer = quantizer
-        self.runtime: Runtime | None = None
+        self.runtime: SglangRuntime | None = None
 
     def hooks(self) -> list[Hook]:
         """All hooks; those of the main process serve HTTP clients and the start-up checks."""
@@ -130,18 +130,18 @@ class Installation:
 
     # Scheduler process ------------------------------------------------------------------------------------------
 
-    def make_runtime(self, runner: Any, backend: Any) -> Runtime:
+    def make_runtime(self, runner: Any, backend: Any) -> SglangRuntime:
         """The runtime; what cannot be metered ends this process with one line, and so the server."""
         return refuse_on_error(self.build_runtime, runner, backend)
 
-    def build_runtime(self, runner: Any, backend: Any) -> Runtime:
+    def build_runtime(self, runner: Any, backend: Any) -> SglangRuntime:
         if self.runtime is None:
             support.check_layers(runner.model, runner.token_to_kv_pool.layer_num)
             support.check_pool(runner.token_to_kv_pool, self.policy.quantizer.storage == "packed")
             metrics = Metrics() if self.policy.report.prometheus and "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
             ranks = attention_ranks()
             geometry = read_geometry(runner, backend, ranks.rank, ranks.size)
-            self.runtime = Runtime(self.policy, self.quantizer, geometry, runner.token_to_kv_pool, metrics, ranks)
+            self.runtime = SglangRuntime(self.policy, self.quantizer, geometry, runner.token_to_kv_pool, metrics, ranks)
         return self.runtime
 
     def after_cell_size(self, result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
@@ -178,10 +178,12 @@ class Installation:
     def after_init_info(self, result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         runtime = self.live_runtime()
         if runtime.ranks.reports:
-            print(banner(runtime, metrics_on="PROMETHEUS_MULTIPROC_DIR" in os.environ), file=sys.stderr, flush=True)
+            on = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+            metrics = "/metrics" if on else "no /metrics: start the server with --enable-metrics"
+            print(banner(runtime, metrics=metrics), file=sys.stderr, flush=True)
         return {**result, "witcert": runtime.status()}
 
-    def live_runtime(self) -> Runtime:
+    def live_runtime(self) -> SglangRuntime:
         """The runtime, or SystemExit: without it the server would serve unmetered."""
         if self.runtime is None:
             raise SystemExit(

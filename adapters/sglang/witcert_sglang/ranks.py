@@ -1,75 +1,8 @@
-"""Tensor parallelism: every rank meters its own heads, rank 0 reports them all.
-
-All ranks run the same passes over the same requests, so their row plans are equal; only heads differ. What must be
-equal besides (the dither key) is sent from rank 0.
-"""
+"""The attention tensor-parallel group of a scheduler process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
-
-from witcert_core.meter import CellBatch
-from witcert_sglang.results import StepCells, Verdict
-
-T = TypeVar("T")
-PER_ROW = ("num_visible", "delta_loc")  # equal on all ranks; every other field has heads in its second dimension
-
-
-class Ranks:
-    """The attention tensor-parallel group of this process. `group` is None for a single rank."""
-
-    def __init__(self, rank: int, size: int, group: Any | None, root: int) -> None:
-        self.rank = rank
-        self.size = size
-        self._group = group
-        self._root = root
-
-    @property
-    def reports(self) -> bool:
-        return self.rank == 0
-
-    def from_root(self, value: T) -> T:
-        """Rank 0's value on every rank."""
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self._root, group=self._group)
-        return box[0]
-
-    def collect(self, step: StepCells) -> StepCells | None:
-        """The step with the heads of all ranks, on rank 0; None elsewhere."""
-        if self.size == 1 or not step.rows:
-            return step if self.reports else None
-        parts: list[Any] | None = [None] * self.size if self.reports else None
-        dist.gather_object((step.layers, step.witness_layers, step.verdicts), parts, dst=self._root, group=self._group)
-        if parts is None:
-            return None
-        layers, witness_layers, verdicts = zip(*parts, strict=True)
-        return replace(
-            step,
-            layers=all_heads(layers),
-            witness_layers=all_heads(witness_layers),
-            verdicts=[Verdict.joined(same) for same in zip(*verdicts, strict=True)],
-        )
-
-
-def all_heads(parts: Sequence[dict[int, CellBatch]]) -> dict[int, CellBatch]:
-    """The same rows of every layer with the heads of all ranks side by side."""
-    return {layer: side_by_side([part[layer] for part in parts]) for layer in parts[0]}
-
-
-def side_by_side(batches: Sequence[CellBatch]) -> CellBatch:
-    first = batches[0]
-    joined = {}
-    for field in fields(CellBatch):
-        values = [getattr(batch, field.name) for batch in batches]
-        joined[field.name] = values[0] if field.name in PER_ROW or values[0] is None else torch.cat(values, 1)
-    return replace(first, **joined)
+from witcert_core.serving.ranks import Ranks
 
 
 def attention_ranks() -> Ranks:

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from witcert_core.bands import band_map
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy import Policy
+from witcert_core.pool import Pool
 from witcert_core.repair import BlockRepairer, LayerCall
+from witcert_core.serving import measuring
+from witcert_core.serving.calls import AttentionCall, Coded
+from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.gathered import gather
+from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.rows import RowPlan
+from witcert_core.serving.step import StepCells
 from witcert_core.shadow import ShadowStore
 from witcert_core.store import SlotStore
-from witcert_sglang import measuring
-from witcert_sglang.calls import AttentionCall, Coded
-from witcert_sglang.geometry import Geometry
-from witcert_sglang.results import StepCells
-from witcert_sglang.rows import RowPlan
-
-if TYPE_CHECKING:
-    from witcert_sglang.runtime import Runtime
 
 
 class SimulatedCache:
     """The engine's pool with the side tensors of every slot and, for a repairing gate, exact copies."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.pool = runtime.pool
-        policy, geometry = runtime.policy, runtime.geometry
+    def __init__(self, policy: Policy, geometry: Geometry, pool: Pool, encoder: Encoder) -> None:
+        self.policy = policy
+        self.geometry = geometry
+        self.pool = pool
+        self.encoder = encoder
+        self.quantized_layers = frozenset(policy.quantizer.layers_of(geometry.layers))
+        self.metered_layers = frozenset(policy.meter.layers_of(geometry.layers))
         self.store = SlotStore(
-            quantizer=runtime.quantizer,
+            quantizer=encoder.quantizer,
             layers=geometry.layers,
             num_slots=geometry.num_slots,
             num_kv_heads=geometry.num_kv_heads,
@@ -85,67 +85,62 @@ class SimulatedCache:
         if self.shadow is not None:
             self.shadow.drop(slots)
 
-    def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells) -> Tensor:
+    def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
         """Attention that reads the chunk exactly or as stored; the pool holds quantized tokens afterwards."""
-        layer_id = call.layer.layer_id
-        if odd := sorted(set(call.kwargs) - {"sinks"}):
-            raise UnsupportedError(f"layer {layer_id} passes {odd} to its attention, which the meter does not follow")
-        quantized = layer_id in self.runtime.quantized_layers
+        quantized = call.layer in self.quantized_layers
         exact = Coded(call.exact_k, None), Coded(call.exact_v, None)
         if call.reads_stored:
-            k, v = self.runtime.encode(call) if quantized else exact
+            k, v = self.encoder.encode(call) if quantized else exact
             out = call.run(k.values.to(call.exact_k), v.values.to(call.exact_v))
             self._account(call, k, v)
-            self._measure(call, plan, step, out)
+            self._measure(call, plan, step, deltas, out)
         else:
-            out = call.run(call.k, call.v)
-            self.store.mark_exact(layer_id, call.slots)
-            self.store.keep(layer_id, call.slots, call.exact_k, call.exact_v)
-            self._measure(call, plan, step, out)
-            k, v = self.runtime.encode(call) if quantized else exact
-            written = k.values.to(call.exact_k), v.values.to(call.exact_v)
-            self.pool.set_kv_buffer(call.layer, KVWriteLoc(call.slots, None), *written)
+            out = call.run(None, None)
+            self.store.mark_exact(call.layer, call.slots)
+            self.store.keep(call.layer, call.slots, call.exact_k, call.exact_v)
+            self._measure(call, plan, step, deltas, out)
+            k, v = self.encoder.encode(call) if quantized else exact
+            self.pool.write(call.layer, call.slots, k.values.to(call.exact_k), v.values.to(call.exact_v))
             self._account(call, k, v)
         return out
 
     def _account(self, call: AttentionCall, k: Coded, v: Coded) -> None:
-        layer_id = call.layer.layer_id
         if self.shadow is not None:
-            self.shadow.put(layer_id, call.slots, call.exact_k, call.exact_v)
+            self.shadow.put(call.layer, call.slots, call.exact_k, call.exact_v)
+        stored_k, stored_v = self.pool.read(call.layer, call.slots)
         self.store.write(
-            layer_id,
+            call.layer,
             call.slots,
             exact_k=call.exact_k,
             exact_v=call.exact_v,
-            stored_k=self.pool.get_key_buffer(layer_id)[call.slots],
-            stored_v=self.pool.get_value_buffer(layer_id)[call.slots],
+            stored_k=stored_k,
+            stored_v=stored_v,
             encoded_k=k.codes,
             encoded_v=v.codes,
         )
 
-    def _measure(self, call: AttentionCall, plan: RowPlan, step: StepCells, out: Tensor) -> None:
+    def _measure(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float], out: Tensor) -> None:
         """Meter the planned rows; a repairing gate may change the pool and rows of `out`."""
-        layer, runtime = call.layer, self.runtime
-        if not plan.rows or layer.layer_id not in runtime.metered_layers:
+        if not plan.rows or call.layer not in self.metered_layers:
             return
-        read = LayerCall(
-            layer=layer.layer_id,
-            k_cache=self.pool.get_key_buffer(layer.layer_id),
-            v_cache=self.pool.get_value_buffer(layer.layer_id),
-            sm_scale=layer.scaling,
-            logits_soft_cap=layer.logit_cap,
-            window_left=layer.sliding_window_size,
-            sinks=call.kwargs.get("sinks"),
-            exact_k=self.store.exact_k.get(layer.layer_id),
-        )
-        heads, dim = runtime.geometry.num_qo_heads, runtime.geometry.head_dim
-        rows = call.q.reshape(-1, heads, dim)[plan.tokens]
-        deltas = runtime.deltas(plan)
+        exact_k = self.store.exact_k.get(call.layer)
         if self.repairer is None:
-            measuring.observe(step, plan, read, rows, self.store[layer.layer_id], deltas, runtime.policy.meter.form)
-        else:
-            outputs = out.view(-1, heads, runtime.geometry.v_head_dim)
-            measuring.gate(step, plan, read, rows, outputs, self.repairer, deltas)
+            slots = plan.metered_requests()
+            read = gather(slots, self.store[call.layer], lambda flat: self.pool.read(call.layer, flat))
+            audited = None if exact_k is None else exact_k[read.slots]
+            measuring.observe(step, plan, call, read, audited, deltas, self.policy.meter.form)
+            return
+        layer_call = LayerCall(
+            layer=call.layer,
+            pool=self.pool,
+            sm_scale=call.sm_scale,
+            logits_soft_cap=call.logits_soft_cap,
+            window_left=call.window_left,
+            sinks=call.sinks,
+            exact_k=exact_k,
+        )
+        outputs = out.view(-1, self.geometry.num_qo_heads, self.geometry.v_head_dim)
+        measuring.gate(step, plan, layer_call, call.q[plan.tokens], outputs, self.repairer, deltas)
 
     def status(self) -> dict[str, int]:
         """Memory of the exact copies for repairs, for the banner."""

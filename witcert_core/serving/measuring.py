@@ -7,42 +7,49 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from witcert_core.meter import CellBatch, Radii, measure
+from witcert_core.meter import CellBatch, measure
 from witcert_core.repair import BlockRepairer, LayerCall, RequestRows
-from witcert_sglang.results import StepCells, Verdict
-from witcert_sglang.rows import RowPlan
+from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.gathered import Gathered
+from witcert_core.serving.rows import RowPlan
+from witcert_core.serving.step import StepCells, Verdict
 
 
 def observe(
     step: StepCells,
     plan: RowPlan,
-    call: LayerCall,
-    rows: Tensor,
-    radii: Radii,
+    call: AttentionCall,
+    read: Gathered,
+    exact_k: Tensor | None,
     delta_loc: list[float],
     form: str,
 ) -> None:
-    """Measure `rows` [R, H, D]; under the dither law once more with the deterministic radii."""
+    """Measure the planned rows over what their requests read; under the dither law once more deterministically.
+
+    exact_k [M, Hkv, D]: exact keys of the gathered tokens, for audits.
+    """
+    seen = [torch.arange(read.starts[r.request], read.starts[r.request] + r.position + 1) for r in plan.rows]
+    indptr = torch.tensor([0, *(len(s) for s in seen)]).cumsum(0)
 
     def cells(delta: list[float], audit: bool) -> CellBatch:
         return measure(
-            rows,
-            call.k_cache,
-            call.v_cache,
-            kv_indptr=plan.kv_indptr,
-            kv_indices=plan.kv_indices,
-            radii=radii,
+            call.q[plan.tokens],
+            read.k,
+            read.v,
+            kv_indptr=indptr,
+            kv_indices=torch.cat(seen),
+            radii=read.radii,
             sm_scale=call.sm_scale,
             delta_loc=delta,
             logits_soft_cap=call.logits_soft_cap,
             window_left=call.window_left,
             sinks=call.sinks,
             form=form,
-            exact_k=call.exact_k,
+            exact_k=exact_k,
             audit_rows=plan.audited if audit else None,
         )
 
-    step.layers[call.layer] = cells(delta_loc, call.exact_k is not None)
+    step.layers[call.layer] = cells(delta_loc, exact_k is not None)
     if any(delta > 0 for delta in delta_loc):
         step.witness_layers[call.layer] = cells([0.0] * len(delta_loc), False)
 
@@ -62,7 +69,7 @@ def gate(
     for index in sorted({row.request for row in plan.rows}):
         numbers = plan.of_request(index)
         request = RequestRows(
-            request_id=step.rids[index],
+            request_id=step.request_ids[index],
             q=rows[numbers],
             positions=torch.tensor([plan.rows[n].position for n in numbers]),
             slots=plan.slots_of(numbers[-1]),
@@ -70,9 +77,9 @@ def gate(
             audited=plan.audited[numbers],
         )
         outcome = repairer.run(call, request)
-        group = rows.shape[1] // call.k_cache.shape[1]
         tokens = plan.tokens[numbers]
         for head, output in outcome.outputs.items():
+            group = output.shape[1]
             outputs[tokens, head * group : (head + 1) * group] = output.to(outputs.dtype)
         step.verdicts.append(
             Verdict(index, outcome.status, outcome.repaired_blocks, outcome.repaired_bytes, outcome.gave_up)

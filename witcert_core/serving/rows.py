@@ -8,17 +8,26 @@ the stride selects are metered, the others are reported as unknown. A row of a f
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 
 MAX_TRACKED_REQUESTS = 65536
 
 
+@dataclass(frozen=True)
+class RequestPass:
+    """One request in a pass: slots [S] int64 of all its tokens in order of position, its `new_tokens` last ones new."""
+
+    request_id: str
+    slots: Tensor
+    new_tokens: int
+
+
 @dataclass
-class RequestRows:
+class RowCounts:
     """Running counts of one request: decode rows seen (they set the stride) and rows metered (they spend delta)."""
 
     decode_rows: int = 0
@@ -41,14 +50,12 @@ class MeteredRow:
 
 @dataclass
 class RowPlan:
-    """The metered rows of one pass. `kv_indptr` [R + 1] and `kv_indices` list the slots each row sees, in order.
+    """The metered rows of one pass.
 
     requests[i] [S_i]: all slots of request i, its new_tokens[i] new ones last.
     """
 
     rows: list[MeteredRow]
-    kv_indptr: Tensor
-    kv_indices: Tensor
     requests: list[Tensor]
     new_tokens: list[int]
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -63,7 +70,13 @@ class RowPlan:
 
     def slots_of(self, number: int) -> Tensor:
         """The slots [S] that row `number` sees."""
-        return self.kv_indices[int(self.kv_indptr[number]) : int(self.kv_indptr[number + 1])]
+        row = self.rows[number]
+        return self.requests[row.request][: row.position + 1]
+
+    def metered_requests(self) -> list[Tensor]:
+        """`requests`, empty for those without a metered row: nothing of them needs to be read."""
+        wanted = {row.request for row in self.rows}
+        return [slots if i in wanted else slots[:0] for i, slots in enumerate(self.requests)]
 
     @property
     def audited(self) -> Tensor:
@@ -78,10 +91,10 @@ class RowPlanner:
         self.max_rows = max_rows
         self.audit_every = audit_every
         self.stored_prefill = stored_prefill
-        self._requests: OrderedDict[str, RequestRows] = OrderedDict()
+        self._requests: OrderedDict[str, RowCounts] = OrderedDict()
 
-    def request(self, rid: str) -> RequestRows:
-        rows = self._requests.pop(rid, None) or RequestRows()
+    def request(self, rid: str) -> RowCounts:
+        rows = self._requests.pop(rid, None) or RowCounts()
         self._requests[rid] = rows
         if len(self._requests) > MAX_TRACKED_REQUESTS:
             self._requests.popitem(last=False)
@@ -90,19 +103,15 @@ class RowPlanner:
     def forget(self, rid: str) -> None:
         self._requests.pop(rid, None)
 
-    def plan(self, batch: ForwardBatch, req_to_token: Tensor) -> RowPlan:
-        """The plan of `batch`; req_to_token [REQUESTS, MAX_CONTEXT] maps a request's positions to slots."""
-        rids = batch.rids or []
+    def plan(self, requests: Sequence[RequestPass]) -> RowPlan:
+        """The plan of a pass; the queries of `requests` follow one another in the flat query tensor."""
         picked: list[MeteredRow] = []
         unmetered: Counter[tuple[int, str]] = Counter()
-        new_tokens = self._new_tokens(batch)
-        requests: list[Tensor] = []
         token = 0
-        for index, rid in enumerate(rids):
-            seq_len, new = int(batch.seq_lens[index]), new_tokens[index]
-            requests.append(req_to_token[int(batch.req_pool_indices[index]), :seq_len].to(torch.int64))
-            prefix = seq_len - new
-            counts = self.request(rid)
+        for index, request in enumerate(requests):
+            new = request.new_tokens
+            prefix = request.slots.numel() - new
+            counts = self.request(request.request_id)
             if new == 1 and prefix > 0:
                 wanted = [0] if counts.decode_rows % self.stride == 0 else []
                 counts.decode_rows += 1
@@ -119,17 +128,7 @@ class RowPlanner:
                 audited = self.audit_every > 0 and (counts.metered - 1) % self.audit_every == 0
                 picked.append(MeteredRow(index, token + offset, prefix + offset, counts.metered, audited))
             token += new
-        seen = [requests[row.request][: row.position + 1] for row in picked]
-        indptr = torch.zeros(len(picked) + 1, dtype=torch.int32)
-        if seen:
-            indptr[1:] = torch.tensor([s.numel() for s in seen]).cumsum(0)
-        indices = torch.cat(seen) if seen else torch.zeros(0, dtype=torch.int64)
-        return RowPlan(picked, indptr, indices, requests, new_tokens, unmetered)
-
-    def _new_tokens(self, batch: ForwardBatch) -> list[int]:
-        if batch.forward_mode.is_decode():
-            return [1] * len(batch.rids or [])
-        return [int(n) for n in batch.extend_seq_lens.tolist()]
+        return RowPlan(picked, [r.slots for r in requests], [r.new_tokens for r in requests], unmetered)
 
     def _chunk_rows(self, new: int) -> list[int]:
         """Offsets in a chunk of `new` tokens: the last row, whose token is sampled, and every stride-th before it."""

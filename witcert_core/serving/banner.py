@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from witcert_core.serving.runtime import Runtime
 from witcert_core.units import format_bytes
 
-if TYPE_CHECKING:
-    from witcert_sglang.runtime import Runtime
 
-
-def banner(runtime: Runtime, *, metrics_on: bool) -> str:
-    """Several lines for the server's log."""
+def banner(runtime: Runtime, *, metrics: str) -> str:
+    """Several lines for the server's log; `metrics` says where Prometheus finds them, or what is missing."""
     status, policy, geometry = runtime.status(), runtime.policy, runtime.geometry
     metered, quantized = status["layers_metered"], status["layers_quantized"]
     cells = len(metered) * geometry.total_qo_heads
@@ -29,7 +27,7 @@ def banner(runtime: Runtime, *, metrics_on: bool) -> str:
         f"  memory              : {format_bytes(status['bytes_witness'])} of witnesses and row ids, "
         f"{format_bytes(status['bytes_audit_copies'])} of exact copies for the audit",
         f"  gate                : {gate(status)}",
-        f"  reports             : {reports(runtime, metrics_on)}",
+        f"  reports             : {reports(runtime, metrics)}",
     ]
     lines += [f"  not metered         : {why}" for why in not_metered(runtime, metered, quantized)]
     return "\n".join(lines)
@@ -63,11 +61,11 @@ def gate(status: dict[str, Any]) -> str:
     return f"{status['gate']}, {copies}"
 
 
-def reports(runtime: Runtime, metrics_on: bool) -> str:
+def reports(runtime: Runtime, metrics: str) -> str:
     report = runtime.policy.report
     parts = ['meta_info["witcert"], /witcert/requests/{id}'] if report.per_request else []
     if report.prometheus:
-        parts.append("/metrics" if metrics_on else "no /metrics: start the server with --enable-metrics")
+        parts.append(metrics)
     if report.jsonl:
         parts.append(report.jsonl)
     return ", ".join(parts) or "none"

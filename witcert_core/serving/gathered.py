@@ -1,0 +1,70 @@
+"""The tokens that the requests of a pass read, taken out of the pool once and addressed by place, not by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from witcert_core.meter import Radii
+
+
+@dataclass(frozen=True)
+class PlacedRadii:
+    """`Radii` by place: token i came from slot `slots[i]`, or is exact where `exact[i]`.
+
+    slots [M] int64, exact [M] bool or None. Exact tokens have radius 0 but still count in the union over tokens.
+    """
+
+    inner: Radii
+    slots: Tensor
+    exact: Tensor | None = None
+
+    def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
+        radius = self.inner.key_radius(q, self.slots[slots], sm_scale, delta_loc)
+        return radius if self.exact is None else radius.masked_fill(self.exact[slots], 0.0)
+
+    def value_radius(self, slots: Tensor) -> Tensor:
+        radius = self.inner.value_radius(self.slots[slots])
+        return radius if self.exact is None else radius.masked_fill(self.exact[slots, None], 0.0)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """M tokens, one request after the other: k [M, Hkv, D], v [M, Hkv, Dv]; `starts` [requests + 1]."""
+
+    k: Tensor
+    v: Tensor
+    radii: PlacedRadii
+    starts: list[int]
+
+    @property
+    def slots(self) -> Tensor:
+        """[M], where the tokens came from."""
+        return self.radii.slots
+
+
+def gather(
+    slots: Sequence[Tensor],
+    inner: Radii,
+    read: Callable[[Tensor], tuple[Tensor, Tensor]],
+    own: Sequence[tuple[Tensor, Tensor]] | None = None,
+) -> Gathered:
+    """What `slots[i]` [S_i] of each request i hold, in order of position; `read(slots)` gives k and v.
+
+    own: exact keys and values of each request's own chunk, which then replace its last tokens (their slots are not
+    written yet); None when the chunk reads what is stored.
+    """
+    flat = torch.cat(list(slots))
+    k, v = read(flat)
+    exact = None if own is None else torch.zeros(flat.numel(), dtype=torch.bool, device=flat.device)
+    starts = [0]
+    for i, mine in enumerate(slots):
+        end = starts[-1] + mine.numel()
+        if own is not None and exact is not None:
+            first = end - own[i][0].shape[0]
+            k[first:end], v[first:end], exact[first:end] = own[i][0].to(k), own[i][1].to(v), True
+        starts.append(end)
+    return Gathered(k, v, PlacedRadii(inner, flat, exact), starts)

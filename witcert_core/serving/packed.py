@@ -1,0 +1,119 @@
+"""The packed INT8 cache in an engine's pool: encodes what is written, attends over codes, meters the rows.
+
+Attention never dequantizes more than the tokens a request sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.packed import PackedCache, PackedLayer
+from witcert_core.policy import Policy
+from witcert_core.serving import measuring
+from witcert_core.serving.calls import AttentionCall, Coded
+from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.gathered import Gathered, gather
+from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.rows import RowPlan
+from witcert_core.serving.step import StepCells
+
+
+class PackedStorage:
+    """The packed pool of one scheduler process; `layers` are its buffers by global layer id."""
+
+    def __init__(self, policy: Policy, geometry: Geometry, layers: Mapping[int, PackedLayer], encoder: Encoder) -> None:
+        self.policy = policy
+        self.geometry = geometry
+        self.encoder = encoder
+        self.metered_layers = frozenset(policy.meter.layers_of(geometry.layers))
+        self.cache = PackedCache(layers, encoder.row_ids, encoder.dither_key, geometry.kv_head_ids)
+        self.exact_k: dict[int, Tensor] = {}
+        if policy.meter.audit_every > 0:
+            shape = (geometry.num_slots, geometry.num_kv_heads, geometry.head_dim)
+            self.exact_k = {layer: torch.zeros(shape, dtype=geometry.pool_dtype) for layer in geometry.layers}
+
+    bytes_side = 0  # codes, scales and witnesses are the pool itself
+
+    @property
+    def bytes_audit(self) -> int:
+        return sum(t.nbytes for t in self.exact_k.values())
+
+    def begin_pass(self, slots: Tensor) -> None:
+        """Nothing to prepare: a write replaces all that a slot said."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept per request."""
+
+    def moved(self, target: Tensor, source: Tensor) -> None:
+        """Engines copy codes without their scales and rows."""
+        raise UnsupportedError(
+            "the engine copied rows of the packed pool without their scales; what they hold is unknown"
+        )
+
+    def overwritten(self, slots: Tensor) -> None:
+        """Engines restore codes without their scales and rows."""
+        raise UnsupportedError(
+            "the engine restored rows of the packed pool without their scales; what they hold is unknown"
+        )
+
+    def status(self) -> dict[str, int]:
+        return {"bytes_shadow": 0, "shadow_slots": 0, "bytes_packed_pool": self.cache.nbytes}
+
+    def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
+        """Attention over codes, [N, H * Dv]; a chunk reads itself exactly, or as stored, and is packed either way."""
+        if call.logits_soft_cap or call.window_left >= 0 or call.sinks is not None:
+            raise UnsupportedError(
+                f"layer {call.layer} uses a logit cap, a sliding window or sinks: the packed cache "
+                "attends to all tokens plainly; set quantizer.storage to 'simulated'"
+            )
+        k, v = self.encoder.encode(call)
+        if call.layer in self.exact_k:
+            self.exact_k[call.layer][call.slots] = call.exact_k
+        own = None
+        if call.reads_stored:
+            self._write(call, k, v)
+        else:
+            own = list(zip(*(torch.split(x, plan.new_tokens) for x in (call.exact_k, call.exact_v)), strict=True))
+        cache = self.cache
+        read = gather(plan.requests, cache[call.layer], lambda flat: cache.read(call.layer, flat), own)
+        out = attend(call.q, read, plan.new_tokens, call.sm_scale)
+        self._measure(call, read, plan, step, deltas)
+        if not call.reads_stored:
+            self._write(call, k, v)
+        return out.reshape(call.q.shape[0], -1)
+
+    def _write(self, call: AttentionCall, k: Coded, v: Coded) -> None:
+        if k.codes is None or v.codes is None:
+            raise UnsupportedError(f"quantizer {self.encoder.quantizer.name!r} gives no codes to pack")
+        self.cache.write(call.layer, call.slots, call.exact_k, call.exact_v, k.codes, v.codes)
+
+    def _measure(
+        self, call: AttentionCall, read: Gathered, plan: RowPlan, step: StepCells, deltas: list[float]
+    ) -> None:
+        if plan.rows and call.layer in self.metered_layers:
+            exact = self.exact_k.get(call.layer)
+            audited = None if exact is None else exact[read.slots]
+            measuring.observe(step, plan, call, read, audited, deltas, self.policy.meter.form)
+
+
+def attend(q: Tensor, read: Gathered, new: list[int], sm_scale: float) -> Tensor:
+    """Outputs [TOKENS, H, Dv] in q's dtype: causal attention of each request's new[i] last tokens, in float32."""
+    outputs = []
+    token = 0
+    for i, count in enumerate(new):
+        span = slice(read.starts[i], read.starts[i + 1])
+        k, v = (x[span].transpose(0, 1) for x in (read.k, read.v))
+        total = k.shape[1]
+        seen = torch.ones(count, total, dtype=torch.bool).tril(total - count)
+        mine = q[token : token + count].float().transpose(0, 1)
+        out = scaled_dot_product_attention(
+            mine[None], k[None], v[None], attn_mask=seen, scale=sm_scale, enable_gqa=True
+        )
+        outputs.append(out[0].transpose(0, 1))
+        token += count
+    return torch.cat(outputs).to(q.dtype)

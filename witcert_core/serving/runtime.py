@@ -1,0 +1,187 @@
+"""The meter of one scheduler process: quantizes what is written, measures what is read, keeps the ledger.
+
+An adapter describes each forward pass (`begin`), hands over every attention call (`attend`), takes the step's cells
+away (`end`) and counts them once the engine has committed the tokens (`StepCells.count`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from witcert_core.budget import Budget
+from witcert_core.dither import DitherKey
+from witcert_core.errors import UnsupportedError
+from witcert_core.policy import Policy
+from witcert_core.quantizers.base import Quantizer
+from witcert_core.report.jsonl import JsonlWriter
+from witcert_core.report.prometheus import Metrics
+from witcert_core.report.summary import RequestLedger
+from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.ranks import Ranks
+from witcert_core.serving.rows import RequestPass, RowPlan, RowPlanner
+from witcert_core.serving.step import StepCells
+
+LAST_ROW_ID = 2**32 - 1
+
+
+class Cache(Protocol):
+    """Where keys and values go: `SimulatedCache` or `PackedStorage`."""
+
+    @property
+    def bytes_side(self) -> int: ...
+
+    @property
+    def bytes_audit(self) -> int: ...
+
+    def begin_pass(self, slots: Tensor) -> None: ...
+
+    def forget(self, request_id: str) -> None: ...
+
+    def moved(self, target: Tensor, source: Tensor) -> None: ...
+
+    def overwritten(self, slots: Tensor) -> None: ...
+
+    def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor: ...
+
+    def status(self) -> dict[str, int]: ...
+
+
+class Runtime:
+    """State of the metered process; built once the engine's pool exists.
+
+    engine: its name in reports. make_cache builds the cache around the quantizer and dither rows of this runtime.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        policy: Policy,
+        quantizer: Quantizer,
+        geometry: Geometry,
+        make_cache: Callable[[Encoder], Cache],
+        metrics: Metrics | None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.policy = policy
+        self.quantizer = quantizer
+        self.geometry = geometry
+        self.ranks = ranks or Ranks(0, 1, None, 0)
+        meter = policy.meter
+        self.quantized_layers = frozenset(policy.quantizer.layers_of(geometry.layers))
+        self.metered_layers = frozenset(meter.layers_of(geometry.layers))
+        self.planner = RowPlanner(
+            stride=meter.stride,
+            # A gate that repairs must see every row that reads the cache.
+            max_rows=geometry.num_slots if policy.repairs else meter.max_rows,
+            audit_every=meter.audit_every,
+            stored_prefill=policy.prefill_reads == "stored",
+        )
+        self.uses_dither = quantizer.tier == "dither" and meter.tier != "witness"
+        self.budget = Budget(
+            delta=meter.delta,
+            num_layers=len(self.metered_layers),
+            num_qo_heads=geometry.total_qo_heads,
+            declared_rows=meter.declared_rows,
+        )
+        self.ledger = RequestLedger(
+            policy,
+            engine=engine,
+            num_layers=len(geometry.layers),
+            num_qo_heads=geometry.total_qo_heads,
+            layers_excluded={
+                layer: "left out by meter.layers" for layer in geometry.layers if layer not in self.metered_layers
+            },
+            jsonl=JsonlWriter(policy.report.jsonl) if policy.report.jsonl and self.ranks.reports else None,
+            metrics=metrics if self.ranks.reports else None,
+        )
+        # The nonce makes the rows of two runs differ; it need not be remembered, the codes die with the pool.
+        nonce = self.ranks.from_root(secrets.randbits(63))
+        self.row_ids = torch.zeros(geometry.num_slots, dtype=torch.int64, device=geometry.device)  # 0: never written
+        self.encoder = Encoder(quantizer, geometry, self.row_ids, DitherKey(seed=0, nonce=nonce, dp_rank=0))
+        self.cache = make_cache(self.encoder)
+        self.passes = 0
+        self.plan: RowPlan | None = None
+        self.step: StepCells | None = None
+        self.attention_calls = 0
+
+    # One forward pass -------------------------------------------------------------------------------------------
+
+    def begin(self, requests: Sequence[RequestPass], out_slots: Tensor) -> None:
+        """A pass over `requests` is about to write `out_slots` [N]."""
+        if self.passes >= LAST_ROW_ID - 1:
+            raise UnsupportedError(
+                f"{self.passes} forward passes are done and every dither row id is used; restart the server"
+            )
+        self.passes += 1
+        self.row_ids[out_slots] = self.passes
+        self.attention_calls = 0
+        self.cache.begin_pass(out_slots)
+        self.plan = self.planner.plan(requests)
+        self.step = StepCells([r.request_id for r in requests], self.plan.rows, unmetered=self.plan.unmetered)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass with requests is running (an engine's warm-up passes carry none)."""
+        return self.plan is not None
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attention of one layer on quantized keys and values, with the planned rows metered."""
+        if self.plan is None or self.step is None:
+            raise UnsupportedError(f"layer {call.layer} attends outside a pass that was announced")
+        self.attention_calls += 1
+        return self.cache.attend(call, self.plan, self.step, self._deltas(self.plan))
+
+    def end(self) -> StepCells | None:
+        """The cells of the pass with the heads of all ranks; None on ranks that do not report.
+
+        Raises UnsupportedError when some layer's attention never came by: serving goes on unmetered otherwise.
+        """
+        step, self.step, self.plan = self.step, None, None
+        if self.attention_calls != len(self.geometry.layers):
+            raise UnsupportedError(
+                f"{self.attention_calls} metered attention calls in a pass over {len(self.geometry.layers)} layers: "
+                "some attention bypasses the meter, so nothing is served"
+            )
+        return None if step is None else self.ranks.collect(step)
+
+    def _deltas(self, plan: RowPlan) -> list[float]:
+        """Failure probability each cell of a metered row may spend; 0 under the deterministic tier."""
+        return [self.budget.delta_loc(row.ordinal) if self.uses_dither else 0.0 for row in plan.rows]
+
+    # Requests ---------------------------------------------------------------------------------------------------
+
+    def finish(self, request_id: str, reason: str) -> dict[str, Any]:
+        """The summary of a finished request (empty on ranks that do not report); its counts are forgotten."""
+        self.planner.forget(request_id)
+        self.cache.forget(request_id)
+        return self.ledger.finish(request_id, reason) if self.ranks.reports else {}
+
+    def status(self) -> dict[str, Any]:
+        """What is metered, for the start-up handshake, the banner and `/witcert/status`."""
+        g = self.geometry
+        return {
+            "quantizer": self.quantizer.name,
+            "tier": "dither" if self.uses_dither else "witness",
+            "backend": g.backend,
+            "pool_dtype": str(g.pool_dtype).removeprefix("torch."),
+            "num_layers": len(g.layers),
+            "num_qo_heads": g.total_qo_heads,
+            "num_ranks": self.ranks.size,
+            "layers_metered": sorted(self.metered_layers),
+            "layers_quantized": sorted(self.quantized_layers),
+            "stride": self.policy.meter.stride,
+            "audit_every": self.policy.meter.audit_every,
+            "prefill_reads": self.policy.prefill_reads,
+            "bytes_witness": self.cache.bytes_side + self.row_ids.nbytes,
+            "bytes_audit_copies": self.cache.bytes_audit,
+            "gate": self.policy.gate.kind,
+            "storage": self.policy.quantizer.storage,
+            **self.cache.status(),
+        }

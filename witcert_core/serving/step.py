@@ -1,0 +1,90 @@
+"""What one forward pass measured, on its way to the ledger.
+
+Engines run ahead: a pass may have computed a row for a request that had just finished. So a step's cells are counted
+only for the requests whose tokens the engine commits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from witcert_core.meter import CellBatch
+from witcert_core.report.summary import RequestLedger
+from witcert_core.serving.rows import MeteredRow
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a repairing gate did for request `index` of the batch in one layer; status [R, H] int64 of `CellStatus`."""
+
+    index: int
+    status: Tensor
+    repaired_blocks: int
+    repaired_bytes: int
+    gave_up: str
+
+    @classmethod
+    def joined(cls, parts: Sequence[Verdict]) -> Verdict:
+        """The verdicts of all ranks on the same rows, heads side by side."""
+        reasons = sorted({part.gave_up for part in parts if part.gave_up})
+        return cls(
+            parts[0].index,
+            torch.cat([part.status for part in parts], 1),
+            sum(part.repaired_blocks for part in parts),
+            sum(part.repaired_bytes for part in parts),
+            "; ".join(reasons),
+        )
+
+
+@dataclass
+class StepCells:
+    """All cells of one forward pass: per layer, R rows, in the order of `rows`.
+
+    witness_layers: the same rows under the deterministic radii, when `layers` used the dither law.
+    verdicts: what a repairing gate did, one for each layer and request.
+    """
+
+    request_ids: list[str]
+    rows: list[MeteredRow]
+    layers: dict[int, CellBatch] = field(default_factory=dict)
+    witness_layers: dict[int, CellBatch] = field(default_factory=dict)
+    unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    def count(self, ledger: RequestLedger, committed: Collection[int]) -> dict[int, str]:
+        """Count the rows of the committed requests, by index in the batch.
+
+        Returns, for those whose gate gave up in some layer, why.
+        """
+        for number, row in enumerate(self.rows):
+            if row.request not in committed:
+                continue
+            for layer, cells in self.layers.items():
+                ledger.observe(
+                    self.request_ids[row.request],
+                    layer,
+                    row.ordinal,
+                    row.position,
+                    cells,
+                    number,
+                    # A row beyond the declared ones was metered deterministically to begin with.
+                    witness_cells=self.witness_layers.get(layer) if float(cells.delta_loc[number]) > 0 else None,
+                )
+        for (index, reason), count in self.unmetered.items():
+            if index in committed:
+                ledger.count_unknown(self.request_ids[index], count, reason)
+        gave_up: dict[int, str] = {}
+        for verdict in self.verdicts:
+            if verdict.index not in committed:
+                continue
+            rid = self.request_ids[verdict.index]
+            ledger.count_verdict(rid, verdict.status)
+            ledger.count_repair(rid, verdict.repaired_blocks, verdict.repaired_bytes)
+            if verdict.gave_up:
+                gave_up[verdict.index] = verdict.gave_up
+        return gave_up
