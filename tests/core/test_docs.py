@@ -251,7 +251,7 @@ REFUSED = {
 
 
 def test_the_limits_name_every_refused_option():
-    table = constant("support.py", "_REFUSED_OPTIONS")
+    table = constant("support.py", "REFUSED_OPTIONS")
     assert {ast.literal_eval(key) for key in table.keys} == set(REFUSED)
     refusals = [row[0] for row in table_rows("limits.md", r".*")]
     for option, words in REFUSED.items():

@@ -143,7 +143,7 @@ def test_a_broken_adapter_stops_the_server(checkpoint: Path, tmp_path: Path) -> 
     assert "half installed" in line
 
 
-FINE = {name: allowed for name, (allowed, _) in support._REFUSED_OPTIONS.items()} | {
+FINE = {name: allowed for name, (allowed, _) in support.REFUSED_OPTIONS.items()} | {
     "kv_cache_dtype": "auto",
     "attention_backend": "torch_native",
     "prefill_attention_backend": None,

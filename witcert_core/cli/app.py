@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from witcert_core.cli import bounds, policy, quantizers
+from witcert_core.cli import bounds, doctor, policy, quantizers
 from witcert_core.errors import WitCertError
 
 USER_ERROR = 2
@@ -27,6 +27,7 @@ app = typer.Typer(
 app.add_typer(policy.app, name="policy")
 app.add_typer(bounds.app, name="bounds")
 app.command(name="quantizers")(quantizers.show)
+app.command()(doctor.doctor)
 
 
 def _print_version(wanted: bool) -> None:

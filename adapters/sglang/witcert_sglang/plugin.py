@@ -10,20 +10,18 @@ from typing import Any, TypeVar
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-from witcert_core.bands import band_map
 from witcert_core.errors import WitCertError
-from witcert_core.layout import KVLayout
 from witcert_core.policy import Policy, load_policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.report.jsonl import JsonlWriter
 from witcert_core.report.prometheus import Metrics
-from witcert_core.rotary import RotarySpec
 from witcert_core.serving.banner import banner
 from witcert_sglang import packed, support
 from witcert_sglang.backend import metered_factory
-from witcert_sglang.geometry import read_geometry, rotary_dim
+from witcert_sglang.geometry import read_geometry
 from witcert_sglang.hooks import Hook, register
+from witcert_sglang.memory import packed_bytes_per_token, side_bytes_per_token
 from witcert_sglang.ranks import attention_ranks
 from witcert_sglang.results import send_along, streamer_class
 from witcert_sglang.runtime import SglangRuntime
@@ -210,37 +208,6 @@ def model_config(server_args: Any) -> Any:
     from sglang.srt.configs.model_config import ModelConfig
 
     return ModelConfig.from_server_args(server_args)
-
-
-ROW_ID_BYTES = 8
-
-
-def local_kv_heads(kvc: Any) -> int:
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
-    heads: int = kvc.model_config.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
-    return heads
-
-
-def packed_bytes_per_token(quantizer: Quantizer, kvc: Any, num_layers: int) -> int:
-    """Bytes of a token in the packed pool, all layers (272 per layer and KV head at head_dim 128), and its row id."""
-    layout = KVLayout(kvc.model_config.head_dim, stored_witness=quantizer.stored_witness)
-    return layout.bytes_per_token_head * local_kv_heads(kvc) * num_layers + ROW_ID_BYTES
-
-
-def side_bytes_per_token(quantizer: Quantizer, kvc: Any, num_layers: int) -> int:
-    """Bytes a token takes in the side tensors of all layers, plus its row id."""
-    head_dim = kvc.model_config.head_dim
-    groups = -(-head_dim // 32)
-    rotary = RotarySpec(head_dim, rotary_dim=rotary_dim(kvc.model_config.hf_text_config, head_dim))
-    bands = band_map(rotary).num_bands
-    if quantizer.tier == "dither":
-        sixteen_bit = kvc.kv_cache_dtype.itemsize == 2
-        per_head = 1 + 2 * groups + (groups if quantizer.stored_witness else 0) + (bands if sixteen_bit else 0)
-    else:
-        per_head = 1 + bands
-    return num_layers * local_kv_heads(kvc) * per_head + ROW_ID_BYTES
 
 
 def install(policy_path: str) -> None:

@@ -22,7 +22,7 @@ BACKENDS = ("torch_native", "triton")
 HEAD_DIMS = range(16, 257, 16)
 
 # Server option -> (value that is fine, why the rest is refused).
-_REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
+REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "pp_size": (1, "pipeline parallelism: layers of other ranks would be missing from the report"),
     "dp_size": (1, "data parallelism: requests of other replicas would be missing from the report"),
     "dcp_size": (1, "decode context parallelism: a rank sees a part of the tokens only"),
@@ -71,7 +71,7 @@ def check_model_path(model_path: str) -> None:
 
 def check_server(args: Any) -> None:
     """Raise UnsupportedError for server options (resolved) under which the meter would not see everything."""
-    for option, (allowed, why) in _REFUSED_OPTIONS.items():
+    for option, (allowed, why) in REFUSED_OPTIONS.items():
         value = getattr(args, option)
         if value != allowed and (value or allowed):  # unset options are None or False
             flag = "--" + option.replace("_", "-")

@@ -1,0 +1,230 @@
+"""Every private name of SGLang that this adapter relies on, and the check that each is still what it was.
+
+The hooked functions are in `plugin.py` and `http.py` (each hook says the parameters it needs); this table has the rest:
+functions that are called, classes that are derived from, attributes that are read. `witcert doctor` and a test read it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from witcert_sglang import support
+from witcert_sglang.hooks import Hook
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A function or class whose parameters begin with these names."""
+
+    target: str
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Members:
+    """A class or module with these attributes (class attributes, fields, or set on `self` by one of its methods)."""
+
+    target: str
+    names: tuple[str, ...]
+
+
+_SRT = "sglang.srt"
+_ATTENTION = f"{_SRT}.layers.attention"
+_FORWARD = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")
+_POOL = f"{_SRT}.mem_cache.memory_pool"
+_QUANT = f"{_SRT}.layers.quantization.fp4_kv_cache_quant_method.KVCacheQuantMethodBase"
+_OPTIONS = (
+    "model_path",
+    "host",
+    "port",
+    "tp_size",
+    "device",
+    "kv_cache_dtype",
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "disable_cuda_graph",
+)
+
+CONTRACT: tuple[Signature | Members, ...] = (
+    Members(f"{_ATTENTION}.attention_registry", ("ATTENTION_BACKENDS",)),
+    Signature(f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend.forward_decode", _FORWARD),
+    Signature(f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend.forward_extend", _FORWARD),
+    Signature(f"{_ATTENTION}.triton_backend.TritonAttnBackend.forward_decode", _FORWARD),
+    Signature(f"{_ATTENTION}.triton_backend.TritonAttnBackend.forward_extend", _FORWARD),
+    Members(f"{_ATTENTION}.base_attn_backend.AttentionBackend", ("get_fused_kv_write_buffers",)),
+    Members(
+        f"{_SRT}.layers.radix_attention.RadixAttention",
+        (
+            "layer_id",
+            "scaling",
+            "logit_cap",
+            "sliding_window_size",
+            "is_cross_attention",
+            "attn_type",
+            "use_irope",
+            "xai_temperature_len",
+            "pos_encoding_mode",
+        ),
+    ),
+    Members(f"{_SRT}.layers.radix_attention.AttentionType", ("DECODER",)),
+    Members(
+        f"{_POOL}.MHATokenToKVPool",
+        (
+            "head_num",
+            "head_dim",
+            "v_head_dim",
+            "start_layer",
+            "layer_num",
+            "k_buffer",
+            "v_buffer",
+            "k_scale_buffer",
+            "v_scale_buffer",
+            "dtype",
+            "device",
+            "kv_cache_layout",
+            "quant_method",
+        ),
+    ),
+    Signature(f"{_POOL}.MHATokenToKVPool.get_key_buffer", ("self", "layer_id")),
+    Signature(f"{_POOL}.MHATokenToKVPool.get_value_buffer", ("self", "layer_id")),
+    Signature(f"{_POOL}.MHATokenToKVPool.set_kv_buffer", ("self", "layer", "loc_info", "cache_k", "cache_v")),
+    Signature(f"{_POOL}.KVWriteLoc", ("loc", "swa_loc")),
+    Members(f"{_POOL}.ReqToTokenPool", ("req_to_token",)),
+    Signature(f"{_QUANT}.create_buffers", ("self", "size", "head_num", "head_dim", "layer_num", "device")),
+    Signature(f"{_QUANT}.compute_cell_size", ("self", "head_num", "head_dim", "num_layers", "kv_size")),
+    Members(_QUANT, ("needs_plain_kv_dequant_read", "quantize_and_store", "dequantize_prev_kv")),
+    Members(
+        f"{_SRT}.model_executor.forward_batch_info.ForwardBatch",
+        (
+            "forward_mode",
+            "rids",
+            "seq_lens",
+            "req_pool_indices",
+            "out_cache_loc",
+            "positions",
+            "extend_seq_lens",
+            "is_prefill_only",
+        ),
+    ),
+    Members(f"{_SRT}.model_executor.forward_batch_info.ForwardMode", ("is_decode", "is_idle")),
+    Members(
+        f"{_SRT}.model_executor.model_runner.ModelRunner",
+        ("token_to_kv_pool", "req_to_token_pool", "model_config", "model", "dtype"),
+    ),
+    Members(f"{_SRT}.layers.logits_processor.LogitsProcessorOutput", ("auxiliary_device_output",)),
+    Signature(f"{_SRT}.managers.auxiliary_output.append_auxiliary_output", ("current", "output")),
+    Signature(f"{_SRT}.managers.auxiliary_output.DeviceAuxiliaryOutput.copy_to_host", ("self", "copy_tensor")),
+    Signature(f"{_SRT}.managers.auxiliary_output.HostAuxiliaryOutput.consume", ("self", "batch", "commits")),
+    Signature(f"{_SRT}.managers.schedule_batch.FINISH_ABORT", ("message",)),
+    Members(
+        f"{_SRT}.managers.schedule_batch.Req",
+        ("rid", "finished", "finished_reason", "to_finish", "is_retracted", "is_prefill_only"),
+    ),
+    Signature(
+        f"{_SRT}.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+        ".build_additional_customized_info",
+        ("self", "reqs"),
+    ),
+    Members(
+        f"{_SRT}.managers.scheduler_components.output_streamer.SchedulerOutputStreamer",
+        ("has_additional_customized_info",),
+    ),
+    Members(f"{_SRT}.runtime_context", ("get_parallel",)),
+    Members(f"{_SRT}.distributed.parallel_state", ("get_attn_tp_group",)),
+    Members(
+        f"{_SRT}.distributed.parallel_state.GroupCoordinator", ("rank_in_group", "world_size", "cpu_group", "ranks")
+    ),
+    Signature(f"{_SRT}.arg_groups.overrides.resolved_view", ("server_args",)),
+    Members(f"{_SRT}.server_args.ServerArgs", (*support.REFUSED_OPTIONS, *_OPTIONS)),
+    Signature(f"{_SRT}.configs.model_config.ModelConfig.from_server_args", ("server_args",)),
+    Signature(f"{_SRT}.configs.model_config.ModelConfig.get_num_kv_heads", ("self", "tensor_parallel_size")),
+    Members(
+        f"{_SRT}.configs.model_config.ModelConfig",
+        (
+            "attention_arch",
+            "dtype",
+            "head_dim",
+            "v_head_dim",
+            "hf_config",
+            "hf_text_config",
+            "is_generation",
+            "num_attention_heads",
+            "num_hidden_layers",
+            "get_total_num_kv_heads",
+        ),
+    ),
+    Members(f"{_SRT}.configs.model_config.AttentionArch", ("MLA", "MHA")),
+    Signature(f"{_SRT}.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
+    Members(f"{_SRT}.plugins.hook_registry.HookRegistry", ("_patched", "apply_hooks")),
+    Members(f"{_SRT}.plugins.hook_registry.HookType", ("BEFORE", "AFTER", "AROUND")),
+    Signature(f"{_SRT}.utils.common.kill_process_tree", ("parent_pid", "include_parent")),
+    Members(f"{_SRT}.entrypoints.http_server", ("app",)),
+)
+
+
+def broken(contract: Iterable[Signature | Members] = CONTRACT) -> list[str]:
+    """One line for every entry that SGLang no longer keeps, beginning with the name that changed."""
+    found = []
+    for entry in contract:
+        try:
+            owner = resolve(entry.target)
+        except (ImportError, AttributeError) as error:
+            found.append(f"{entry.target}: {error}")
+            continue
+        if isinstance(entry, Members):
+            lost = [name for name in entry.names if not has_member(owner, name)]
+            found += [f"{entry.target}.{name}: no longer there" for name in lost]
+        elif why := changed_parameters(owner, entry.parameters):
+            found.append(f"{entry.target}: {why}")
+    return found
+
+
+def broken_hooks(hooks: Iterable[Hook]) -> list[str]:
+    """The same for the functions that are hooked."""
+    return broken([Signature(hook.target, hook.parameters) for hook in hooks])
+
+
+def resolve(target: str) -> Any:
+    """The object a dotted name means, as it was before any hook wrapped it."""
+    owner, _, name = target.rpartition(".")
+    try:
+        raw = inspect.getattr_static(pkgutil.resolve_name(owner), name)
+    except AttributeError:
+        raw = pkgutil.resolve_name(target)  # a module nobody has imported yet
+    return inspect.unwrap(raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw)
+
+
+def changed_parameters(function: Any, expected: tuple[str, ...]) -> str:
+    """What is different about the leading parameters of a function, or ''."""
+    found = [name for name in inspect.signature(function).parameters if name != "cls" or "cls" in expected]
+    if tuple(found[: len(expected)]) == expected:
+        return ""
+    return f"takes ({', '.join(found)}), expected ({', '.join(expected)}, ...)"
+
+
+def has_member(owner: Any, name: str) -> bool:
+    """Whether a class or module has an attribute, has a field, or sets it on its instances."""
+    if hasattr(owner, name):
+        return True
+    for cls in getattr(owner, "__mro__", ()):
+        if name in vars(cls).get("__annotations__", {}):
+            return True
+        if cls.__module__.startswith("sglang") and sets_on_self(cls, name):
+            return True
+    return False
+
+
+def sets_on_self(cls: type[Any], name: str) -> bool:
+    return re.search(rf"\bself\.{name}(\s*:[^=\n]+)?\s*=(?!=)", source(cls)) is not None
+
+
+@functools.cache
+def source(cls: type[Any]) -> str:
+    return inspect.getsource(cls)

@@ -1,0 +1,166 @@
+"""What `witcert doctor --engine sglang` finds: versions, private names, hooks, and what would be metered.
+
+Importable without SGLang; SGLang is imported, and hooked, only when the function is called. The hooks stay in the
+calling process, which serves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from witcert_core.engines import Finding
+from witcert_core.errors import WitCertError
+from witcert_core.policy import Policy
+from witcert_core.units import format_bytes
+from witcert_sglang import POLICY_VARIABLE, __version__, support
+
+if TYPE_CHECKING:
+    from witcert_sglang.plugin import Installation
+
+PLUGIN_GROUP = "sglang.srt.plugins"
+PLUGIN_NAME = "witcert"
+
+
+def examine(model: str | None, policy: Policy) -> list[Finding]:
+    """All findings. Without SGLang, or with another version of it, only those that need no look inside it."""
+    found = list(versions())
+    if any(finding.level == "refused" for finding in found):
+        return found
+    found += [*switched_on(), checked("quantizer", support.check_quantizer_kind, policy.build_quantizer())]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang warns about every accelerator it does not find
+        found += inside(policy)
+        if model is not None:
+            found += of_model(model, policy)
+    return found
+
+
+def checked(subject: str, check: Callable[..., Any], *args: Any) -> Finding:
+    """The finding of one check: its refusal, or ok."""
+    try:
+        check(*args)
+    except WitCertError as error:
+        return Finding("refused", subject, str(error))
+    return Finding("ok", subject, "can be metered")
+
+
+def versions() -> Iterator[Finding]:
+    yield Finding("ok", "adapter", f"witcert-sglang {__version__}, tested with SGLang {support.SGLANG_RANGE}")
+    try:
+        installed = version("sglang")
+        support.check_version()
+    except PackageNotFoundError:
+        yield Finding("refused", "version", "SGLang is not installed in this environment")
+    except WitCertError as error:
+        yield Finding("refused", "version", str(error))
+    else:
+        yield Finding("ok", "version", f"SGLang {installed}, PyTorch {torch.__version__}")
+
+
+def switched_on() -> Iterator[Finding]:
+    """Whether SGLang would find and run the plugin."""
+    if PLUGIN_NAME not in {entry.name for entry in entry_points(group=PLUGIN_GROUP)}:
+        yield Finding(
+            "refused", "plugin", f"no entry point {PLUGIN_NAME!r} in {PLUGIN_GROUP}: reinstall witcert-sglang"
+        )
+    elif (only := os.environ.get("SGLANG_PLUGINS")) and PLUGIN_NAME not in [x.strip() for x in only.split(",")]:
+        yield Finding("refused", "plugin", f"SGLANG_PLUGINS={only} leaves it out: add {PLUGIN_NAME}")
+    else:
+        yield Finding("ok", "plugin", "SGLang finds it")
+    if not os.environ.get(POLICY_VARIABLE):
+        yield Finding("note", "switch", f"{POLICY_VARIABLE} is not set here: a server started so is not metered")
+
+
+def inside(policy: Policy) -> Iterator[Finding]:
+    """SGLang's private names, and the hooks applied to them in this process."""
+    from witcert_sglang import contract
+    from witcert_sglang.plugin import Installation
+
+    hooks = Installation(policy, policy.build_quantizer()).hooks()
+    lost = [*contract.broken(), *contract.broken_hooks(hooks)]
+    yield from (Finding("refused", "contract", line) for line in lost)
+    if not lost:
+        yield Finding(
+            "ok", "contract", f"{len(contract.CONTRACT) + len(hooks)} private names of SGLang are as expected"
+        )
+    yield from live_hooks(Installation(policy, policy.build_quantizer()))
+
+
+def live_hooks(installation: Installation) -> Iterator[Finding]:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from witcert_sglang.hooks import missing
+
+    hooks = installation.hooks()
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+    HookRegistry.apply_hooks()
+    dead = missing(hooks)
+    for hook in hooks:
+        state = "NOT LIVE" if hook.target in dead else "live"
+        where = "main process" if hook.process == "main" else "every process"
+        level = "refused" if hook.target in dead else "ok"
+        yield Finding(level, "hook", f"{state}: {hook.target} ({hook.kind}, {where})")
+
+
+def of_model(path: str, policy: Policy) -> Iterator[Finding]:
+    """What of this model would be metered under the policy."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from witcert_core.quantizers.conformance import check_quantizer
+
+    missing = checked("model", support.check_model_path, path)
+    if missing.level == "refused":
+        yield missing
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = ModelConfig(path)
+    yield checked("model", support.check_model, config, "triton", "auto", device)
+    yield checked("head size", check_quantizer, policy.build_quantizer(), config.head_dim)
+    layers = range(config.num_hidden_layers)
+    for key, chosen in (("quantizer.layers", policy.quantizer.layers_of), ("meter.layers", policy.meter.layers_of)):
+        if (finding := checked(key, chosen, layers)).level == "refused":
+            yield finding
+            return
+    yield from coverage(config, policy)
+    if device != "cpu":
+        yield Finding("note", "flags", "start the server with --attention-backend triton --disable-cuda-graph")
+
+
+def coverage(config: Any, policy: Policy) -> Iterator[Finding]:
+    """Cells and bytes of what is metered, and a reason for everything that is not."""
+    from witcert_sglang.memory import packed_bytes_per_head, side_bytes_per_head
+
+    layers = range(config.num_hidden_layers)
+    metered, quantized = policy.meter.layers_of(layers), policy.quantizer.layers_of(layers)
+    heads, kv_heads = config.num_attention_heads, config.get_total_num_kv_heads()
+    yield Finding(
+        "ok",
+        "metered",
+        f"{len(metered)} of {len(layers)} layers x {heads} query heads: {len(metered) * heads} cells a row, tier "
+        f"{policy.tier}; {'every row' if policy.meter.stride == 1 else f'one decode row in {policy.meter.stride}'}",
+    )
+    all_heads, quantizer = kv_heads * len(layers), policy.build_quantizer()
+    exact = format_bytes(2 * config.head_dim * config.dtype.itemsize * all_heads)
+    if policy.quantizer.storage == "packed":
+        packed = format_bytes(packed_bytes_per_head(quantizer, config.head_dim) * all_heads)
+        yield Finding("ok", "memory", f"{packed} a token, witnesses included, instead of {exact}")
+    else:
+        side = format_bytes(side_bytes_per_head(quantizer, config, config.dtype.itemsize) * all_heads)
+        yield Finding("ok", "memory", f"{side} of witnesses a token beside {exact} of keys and values")
+    for kept, why in (
+        (sorted(set(layers) - set(metered)), "left out by meter.layers"),
+        (sorted(set(layers) - set(quantized)), "kept exact by quantizer.layers, so there is nothing to meter"),
+    ):
+        if kept:
+            yield Finding("note", "not metered", f"layers {kept}: {why}")
+    if policy.meter.stride > 1:
+        yield Finding("note", "not metered", "rows between the stride: reported as unknown")
+    if policy.prefill_reads == "chunk_exact":
+        yield Finding("note", "not metered", "rows of a first prompt chunk: they read no quantized key")

@@ -1,0 +1,53 @@
+"""What an engine adapter says about itself: findings for `witcert doctor`.
+
+An adapter joins through the entry-point group `witcert.engines`: the name is the engine's, the value a function
+`examine(model, policy) -> list[Finding]` whose module can be imported without the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Literal
+
+from witcert_core.errors import PluginError
+
+if TYPE_CHECKING:
+    from witcert_core.policy import Policy
+
+ENTRY_POINT_GROUP = "witcert.engines"
+ADAPTERS = {"sglang": "witcert-sglang", "vllm": "witcert-vllm"}
+"""Engine -> the distribution that meters it, installed or not."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a diagnosis. `refused`: a server started like this would not be metered, or would not start."""
+
+    level: Literal["ok", "note", "refused"]
+    subject: str
+    text: str
+
+
+Examine = Callable[["str | None", "Policy"], list[Finding]]
+
+
+def installed_engines() -> dict[str, EntryPoint]:
+    """Engine -> entry point of the adapter installed for it."""
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def examine(engine: str, model: str | None, policy: Policy) -> list[Finding]:
+    """What the adapter of `engine` finds; one refused finding if no adapter is installed.
+
+    Raises PluginError when an installed adapter cannot be imported.
+    """
+    entry = installed_engines().get(engine)
+    if entry is None:
+        return [Finding("refused", "adapter", f"{ADAPTERS[engine]} is not installed, so nothing of it was examined")]
+    try:
+        function: Examine = entry.load()
+    except Exception as error:
+        raise PluginError(f"engine adapter {engine!r} ({entry.value}) cannot be imported: {error}") from error
+    return function(model, policy)
