@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from witcert_core.cli import bounds, doctor, policy, quantizers
+from witcert_core.cli import bounds, capacity, doctor, policy, quantizers
 from witcert_core.errors import WitCertError
 
 USER_ERROR = 2
@@ -28,6 +28,7 @@ app.add_typer(policy.app, name="policy")
 app.add_typer(bounds.app, name="bounds")
 app.command(name="quantizers")(quantizers.show)
 app.command()(doctor.doctor)
+app.command(name="capacity")(capacity.show)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,102 @@
+"""Bytes a token and tokens that fit, against the published figures and the adapter's own account."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from witcert_demo.run import CHECKPOINT
+
+from witcert_core.bands import band_map
+from witcert_core.capacity import side_bytes_per_token
+from witcert_core.cli import main
+from witcert_core.errors import InputError, UnsupportedError
+from witcert_core.evaluate.capacity import ModelShape, bytes_per_token, capacity, parse_memory, read_shape, shape_of
+from witcert_core.quantizers import REGISTRY
+from witcert_core.rotary import RotarySpec
+from witcert_core.store import SlotStore
+
+# An 8-billion-parameter Llama: 32 layers, 8 KV heads of 128 channels.
+EIGHT_B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+SHAPE = shape_of(EIGHT_B, "test")
+ROW_ID = 8
+
+
+def test_bytes_of_the_layouts():
+    heads = 32 * 8
+    assert bytes_per_token("fp16", SHAPE) == 512 * heads == 131072
+    assert bytes_per_token("fp8", SHAPE) == 256 * heads
+    assert bytes_per_token("int8_dither", SHAPE) == 272 * heads + ROW_ID
+    assert bytes_per_token("int8_dither_w", SHAPE) == 276 * heads + ROW_ID
+    assert bytes_per_token("bypass:4", SHAPE) == 288 * heads + ROW_ID
+    assert bytes_per_token("bypass:0", SHAPE) == bytes_per_token("int8_dither", SHAPE)
+    found = capacity("int8_dither", SHAPE, parse_memory("40GB"))
+    assert found.tokens == 40 * 10**9 // (272 * heads + ROW_ID)
+    assert found.ratio == pytest.approx(1.8824, abs=3e-4)  # 272 of 512, and the row id
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, 8), (4, 2), (8, 1), (16, 1)])
+def test_ranks_share_the_heads(tp, heads):
+    assert bytes_per_token("fp16", SHAPE, tp) == 512 * 32 * heads
+    assert bytes_per_token("int8_dither", SHAPE, tp) == 272 * 32 * heads + ROW_ID
+
+
+@pytest.mark.parametrize("name", REGISTRY.names())
+@pytest.mark.parametrize("storage_bytes", [2, 4])
+def test_side_bytes_are_those_of_the_store(name, storage_bytes):
+    rotary = RotarySpec(80)
+    quantizer = REGISTRY.get(name)
+    if quantizer.space != "post_rope" or quantizer.token_group != 1 or quantizer.state != "none":
+        pytest.skip("kept by another store")
+    store = SlotStore(
+        quantizer=quantizer,
+        layers=(0, 3),
+        num_slots=5,
+        num_kv_heads=2,
+        head_dim=80,
+        v_head_dim=80,
+        bands=band_map(rotary),
+        storage_dtype={2: torch.bfloat16, 4: torch.float32}[storage_bytes],
+    )
+    assert store.nbytes == 5 * (side_bytes_per_token(quantizer, rotary, 2, 2, storage_bytes) - ROW_ID)
+
+
+def test_a_metered_pool_pays_for_its_witnesses():
+    plain, metered = bytes_per_token("fp16", SHAPE), bytes_per_token("metered:fp8_e4m3_cast", SHAPE)
+    assert metered == plain + 32 * 8 * 17 + ROW_ID
+
+
+def test_configurations(tmp_path: Path):
+    shape = read_shape(CHECKPOINT)
+    assert shape == ModelShape(4, 2, 64, 64) == read_shape(CHECKPOINT / "config.json")
+    mixed = {**EIGHT_B, "layer_types": ["full_attention", "sliding_attention", "linear_attention"], "head_dim": 64}
+    assert shape_of(mixed, "x") == ModelShape(2, 8, 64, 64, None, 1)
+    nested = tmp_path / "config.json"
+    nested.write_text(json.dumps({"text_config": {**EIGHT_B, "partial_rotary_factor": 0.5}}))
+    assert read_shape(tmp_path).rotary_dim == 64
+    with pytest.raises(UnsupportedError, match="latent"):
+        shape_of({**EIGHT_B, "kv_lora_rank": 512}, "x")
+    with pytest.raises(UnsupportedError, match="type 'ssm'"):
+        shape_of({**EIGHT_B, "layer_types": ["ssm"]}, "x")
+    with pytest.raises(InputError, match="has no num_attention_heads"):
+        shape_of({}, "x")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_shape(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(("text", "size"), [("40GB", 40 * 10**9), ("1.5 GiB", 3 * 2**29), ("7", 7), ("2kb", 2000)])
+def test_memory(text, size):
+    assert parse_memory(text) == size
+
+
+def test_the_command(capsys):
+    assert main(["capacity", "--config", str(CHECKPOINT), "--memory", "1MB", "--layout", "fp16", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["layouts"]
+    assert row == {"layout": "fp16", "bytes_per_token": 4 * 2 * 256, "tokens": 488, "ratio": 1.0}
+    assert main(["capacity", "--config", str(CHECKPOINT), "--memory", "1MB"]) == 0
+    assert "int8_dither_w" in capsys.readouterr().out
+    for wrong in (["--memory", "40 apples"], ["--memory", "1MB", "--layout", "int3"], ["--memory", "1MB", "--tp", "3"]):
+        assert main(["capacity", "--config", str(CHECKPOINT), *wrong]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
