@@ -1,0 +1,107 @@
+"""What transformers is given: an attention function and a cache that hands on the new tokens only.
+
+transformers calls the attention it finds under a name in its registry. Ours is found under `witcert` and asks the
+engine whose pass is running; outside a pass it refuses. The engine keeps keys and values itself, so the cache that
+transformers sees only counts tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.evaluate.extras import require
+
+ATTENTION = "witcert"
+_KNOWN = {"sliding_window", "softcap", "s_aux", "dropout", "scaling", "is_causal", "position_ids", "cache_position"}
+_KNOWN |= {"use_cache", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "num_items_in_batch"}
+
+
+class Engine(Protocol):
+    """Whoever attends for the pass that is running."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sm_scale: float,
+        logits_soft_cap: float,
+        window_left: int,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Outputs [N, H, Dv] for q [N, H, D] and the new tokens' k [N, Hkv, D] and v [N, Hkv, Dv]."""
+        ...
+
+
+class _Running:
+    engine: Engine | None = None
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[None]:
+    """Attention calls of the block belong to `engine`."""
+    before, _Running.engine = _Running.engine, engine
+    try:
+        yield
+    finally:
+        _Running.engine = before
+
+
+def register() -> None:
+    """Make the attention known to transformers; doing it again changes nothing."""
+    require("transformers.modeling_utils").AttentionInterface.register(ATTENTION, attention)
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, H, N, D], key and value [1, Hkv, N, D]; returns [1, N, H, Dv].
+
+    Raises:
+        UnsupportedError: no pass is running, or the call asks for what the meter does not follow.
+    """
+    engine, layer = _Running.engine, module.layer_idx
+    if engine is None:
+        raise UnsupportedError("the metered attention was called outside an offline engine's pass")
+    odd = sorted(name for name, given in options.items() if name not in _KNOWN and given is not None)
+    if odd or attention_mask is not None:
+        raise UnsupportedError(
+            f"layer {layer} passes {odd or 'a mask of its own'} to its attention, which the meter does not follow"
+        )
+    if query.shape[0] != 1 or options.get("dropout") or options.get("is_causal") is False:
+        raise UnsupportedError(
+            f"layer {layer} attends to a batch of {query.shape[0]} with dropout {options.get('dropout')}, "
+            f"is_causal {options.get('is_causal')}; offline passes hold one request, causal and without dropout"
+        )
+    window, scaling = options.get("sliding_window"), options.get("scaling")
+    out = engine.attend(
+        layer,
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        logits_soft_cap=float(options.get("softcap") or 0.0),
+        window_left=-1 if window is None else int(window) - 1,
+        sinks=options.get("s_aux"),
+    )
+    return out[None], None
+
+
+class CountingCache:
+    """Stands in for transformers' cache: hands the new tokens on and says how many came before them."""
+
+    is_compileable = False
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def update(self, key: Tensor, value: Tensor, _layer: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+    def get_seq_length(self, _layer: int = 0) -> int:
+        return self.length
