@@ -22,12 +22,12 @@ export HF_HUB_OFFLINE := 1
 # Small tensors: a second thread costs more than it gives, and spins while another process needs the core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-full lint lean test-core test-kernels test-sglang static envs clean
+.PHONY: demo test test-full lint lean test-core test-kernels test-eval test-sglang static envs clean
 
 demo: $(ENVS)/sglang/.ready
 	@$(SGLANG)/python -m witcert_demo
 
-test: lint lean test-core test-kernels test-sglang
+test: lint lean test-core test-kernels test-eval test-sglang
 
 # Every combination of the kernels' options: hours under the interpreter.
 test-full: test
@@ -45,6 +45,9 @@ test-core: $(ENVS)/core/.ready
 
 test-kernels: $(ENVS)/sglang/.ready
 	TRITON_INTERPRET=1 $(SGLANG)/python -m pytest tests/kernels
+
+test-eval: $(ENVS)/sglang/.ready
+	$(SGLANG)/python -m pytest tests/eval
 
 # Registers and spills of every kernel, compiled for three GPU generations; needs no GPU.
 static: $(ENVS)/sglang/.ready
@@ -72,7 +75,7 @@ $(ENVS)/sglang/.ready: $(SOURCES) $(ADAPTER)/requirements-cpu.txt $(ADAPTER)/req
 	$(SGLANG)/python $(PIP) --no-deps -r $(ADAPTER)/requirements-cpu-nodeps.txt
 	$(SGLANG)/python $(PIP) -r $(ADAPTER)/requirements-cpu.txt
 	$(SGLANG)/python $(PIP) --no-deps ./$(ADAPTER)/cpu_shim
-	$(SGLANG)/python $(PIP) -e '.[dev]' -e demo -e $(ADAPTER)
+	$(SGLANG)/python $(PIP) -e '.[dev,eval]' -e demo -e $(ADAPTER)
 	@touch $@
 
 clean:

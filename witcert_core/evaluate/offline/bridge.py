@@ -18,7 +18,8 @@ from witcert_core.evaluate.extras import require
 
 ATTENTION = "witcert"
 _KNOWN = {"sliding_window", "softcap", "s_aux", "dropout", "scaling", "is_causal", "position_ids", "cache_position"}
-_KNOWN |= {"use_cache", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "num_items_in_batch"}
+_KNOWN |= {"use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
+_KNOWN |= {"logits_to_keep"}
 
 
 class Engine(Protocol):

@@ -24,8 +24,8 @@ from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.simulated import SimulatedCache
 
 ENGINE = "offline"
-Probe = Callable[[AttentionCall, RowPlan, SimulatedCache, list[float]], None]
-"""Called after every attention call that read what is stored, with the cache as it was read and the rows' deltas."""
+Probe = Callable[[AttentionCall, RowPlan, SimulatedCache], None]
+"""Called after every attention call with metered rows, with the cache as they left it."""
 
 
 @dataclass(frozen=True)
@@ -168,5 +168,5 @@ class OfflineEngine:
         plan = self.runtime.plan
         out = self.runtime.attend(call)
         if self.probe is not None and plan is not None and plan.rows and self.cache is not None:
-            self.probe(call, plan, self.cache, self.runtime.deltas(plan))
+            self.probe(call, plan, self.cache)
         return out

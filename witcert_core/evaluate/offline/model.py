@@ -87,7 +87,7 @@ def load_model(path: str, dtype: str = "auto") -> LoadedModel:
     except (OSError, ValueError) as error:
         raise InputError(f"no model in {path!r}: {first_line(error)}") from error
     shape = check_config(config, path)
-    bridge.register()
+    transformers.utils.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     except (OSError, ValueError) as error:

@@ -1,0 +1,214 @@
+"""`witcert meter` and `witcert eval ruler` as a person runs them, on the outlier twin."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from witcert_demo.tasks import make_samples
+
+from witcert_core.cli import main
+from witcert_core.cli.eval import split
+from witcert_core.errors import InputError, PolicyError, ReportError
+from witcert_core.evaluate.askers import Reply
+from witcert_core.evaluate.compare import compare
+from witcert_core.evaluate.records import RecordFile, SampleRecord, read_records
+from witcert_core.evaluate.settings import QuantizerSpec, base_settings, build_policy, parse_quantizer
+from witcert_core.report.schema import load_schema
+
+QUANTIZERS = "fp8_e4m3_cast,int4_token_group:group_size=32"
+COMMON = ["--lengths", "128", "--samples", "2", "--tasks", "multi_key,multi_query", "--no-plot"]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_meter_prints_the_engines_report(twin_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    samples = make_samples("multi_key", 128, 2, 3)
+    plain, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    plain.write_text("\n".join(s.prompt for s in samples) + "\n")
+    objects.write_text("\n".join(json.dumps({"prompt": s.prompt, "id": 1}) for s in samples))
+    command = ["meter", "--model", str(twin_path), "--quantizer", "int8_dither", "--max-new-tokens", "8"]
+    assert main([*command, "--prompts", str(plain)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("worst bound by layer and query head") == 2
+    assert text.count("none of 48 audited cells exceeded its bound") == 2
+    assert main([*command, "--prompts", str(objects), "--json"]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        jsonschema.validate(json.loads(line), load_schema("request"))
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("{version: 1, quantizer: {name: none}, meter: {stride: 2}}")
+    assert main([*command, "--prompts", str(objects), "--json", "--policy", str(policy)]) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert (first["quantizer"], first["rows_seen"], first["rows_metered"]) == ("int8_dither", 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "why"),
+    [
+        ("", [], "holds no prompt"),
+        ("x", [], "neither --quantizer nor --policy"),
+        ("x", ["--quantizer", "int5"], "unknown quantizer"),
+        ("x", ["--quantizer", "int4_token_group:group_size"], "is no parameter"),
+    ],
+)
+def test_meter_refuses_in_one_line(text, options, why, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text(text)
+    extra = options or (["--quantizer", "none"] if not text else [])
+    assert main(["meter", "--model", "nowhere", "--prompts", str(prompts), *extra]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line
+
+
+@pytest.fixture(scope="module")
+def out(twin_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two quantizers in all modes."""
+    out = tmp_path_factory.mktemp("ruler")
+    command = ["eval", "ruler", "--model", str(twin_path), "--quantizers", QUANTIZERS, "--out", str(out), *COMMON]
+    assert main(command) == 0
+    return out
+
+
+def test_a_run_compares_the_quantizers(out: Path):
+    records = lines(out / "samples.jsonl")
+    assert len(records) == (1 + 2 + 2) * 4
+    results = json.loads((out / "results.json").read_text())
+    rows = {(row["quantizer"], row["mode"]): row for row in results["rows"]}
+    exact, raw = rows["none", "exact"], rows["fp8_e4m3_cast", "raw"]
+    gated = rows["fp8_e4m3_cast", "gated"]
+    assert exact["score"]["value"] == gated["score"]["value"] == 1.0 > raw["score"]["value"]
+    assert raw["minus_exact"]["value"] == raw["score"]["value"] - 1
+    assert raw["zero_scores"] == round(4 * (1 - raw["score"]["value"])) == raw["ranking"]["log_a_max"]["lost"]
+    assert gated["minus_raw"]["value"] == -raw["minus_exact"]["value"]
+    assert gated["repairs"]["blocks_median"] > 0 < gated["repairs"]["bytes_total"]
+    assert raw["repairs"] is None
+    assert all(row["meter"]["violations"] == 0 < row["meter"]["audited"] for row in results["rows"])
+    assert [cell["task"] for cell in raw["cells"]] == ["multi_key", "multi_query"]
+    table = (out / "results.md").read_text()
+    assert len(table.splitlines()) == 2 + 5
+
+
+def test_what_was_asked_is_not_asked_again(out: Path, twin_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    copy = tmp_path / "again"
+    shutil.copytree(out, copy)
+    kept = (copy / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    (copy / "samples.jsonl").write_bytes(b"".join(kept[:-1]) + kept[-1][:25])  # killed while writing the last one
+    asked: list[str] = []
+
+    def answer(_self: object, sample: Any, request_id: str) -> Reply:
+        asked.append(request_id)
+        return Reply(sample.answer, None)
+
+    monkeypatch.setattr("witcert_core.evaluate.askers.OfflineAsker.ask", answer)
+    command = ["eval", "ruler", "--model", str(twin_path), "--quantizers", QUANTIZERS, "--out", str(copy), *COMMON]
+    assert main(command) == 0
+    last = json.loads(kept[-1])
+    assert asked == ["/".join(str(last[k]) for k in ("quantizer", "mode", "task", "num_tokens", "index"))]
+    assert len(lines(copy / "samples.jsonl")) == len(kept)
+
+
+def test_runs_are_not_mixed(out: Path, twin_path: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["eval", "ruler", "--model", str(twin_path), "--modes", "exact", "--out", str(out), *COMMON]
+    assert main([*command, "--seed", "1"]) == 2
+    assert "holds a run with seed 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ([], "neither --model nor --url"),
+        (["--model", "x"], "no quantizer is named"),
+        (["--model", "x", "--modes", "cooked"], "mode is 'cooked'"),
+        (["--model", "x", "--quantizers", "none", "--lengths", "many"], "no number of tokens"),
+        (["--url", "http://127.0.0.1:9", "--no-plot"], "is a server running there?"),
+    ],
+)
+def test_ruler_refuses_in_one_line(options, why, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["eval", "ruler", "--out", str(tmp_path), "--no-plot", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert main(["eval", "ruler", "--model", "x", "--quantizers", "none", "--out", str(tmp_path)]) == 2
+    assert "pip install 'witcert[eval]'" in capsys.readouterr().err
+
+
+def record(quantizer: str, mode: str, index: int, score: float, log_a: float | str = 1.0) -> SampleRecord:
+    meter = {"tau": 0.2, "tier": "witness", "cells_measured": 4, "cells_unknown": 2, "certified_cells": 1}
+    meter |= {"certified_any_query": 1, "worst": 0.7, "log_a_max": log_a, "audited": 4, "violations": 0, "tv_max": 0.1}
+    meter |= {"repaired_blocks": index, "repaired_bytes": 10, "gate_certified": 1, "gate_ranked": 1}
+    meter |= {"gate_not_certified": 2}
+    return SampleRecord(quantizer, mode, "t", 64, index, score, "", ["x"], "offline", 0.1, meter)
+
+
+def test_the_comparison_of_made_up_records():
+    records = [record("none", "exact", i, 1.0) for i in range(4)]
+    records += [record("q", "raw", i, score, log_a) for i, score, log_a in ((0, 1, 0.1), (1, 0, "inf"), (2, 0.5, 2))]
+    records += [record("q", "gated", i, 1.0) for i in range(3)]
+    rows = {row["mode"]: row for row in compare(records, {"model": "m"}, resamples=500, seed=0)["rows"]}
+    assert list(rows) == ["exact", "raw", "gated"]
+    assert rows["raw"]["score"]["value"] == 0.5
+    assert rows["raw"]["minus_exact"]["count"] == 3
+    assert rows["raw"]["minus_exact"]["value"] == -0.5
+    assert rows["raw"]["zero_scores"] == 1
+    assert rows["raw"]["ranking"]["log_a_max"]["auroc"]["value"] == 1.0
+    assert rows["raw"]["meter"]["certified_share"] == 0.25
+    assert rows["raw"]["meter"]["cells_unknown"] == 6
+    assert rows["gated"]["minus_raw"]["value"] == 0.5
+    assert rows["gated"]["repairs"] == {
+        "blocks_median": 1,
+        "blocks_max": 2,
+        "bytes_total": 30,
+        "certified": 3,
+        "ranked": 3,
+        "not_certified": 6,
+    }
+
+
+def test_records_are_checked_when_they_are_read(tmp_path: Path):
+    file = RecordFile(tmp_path, {"model": "m"})
+    file.add(record("q", "raw", 0, 1.0, "inf"))
+    file.close()
+    (known,) = read_records(tmp_path / "samples.jsonl")
+    assert known == record("q", "raw", 0, 1.0, "inf")
+    with (tmp_path / "samples.jsonl").open("a") as more:
+        more.write('{"schema": "witcert.sample/1"}\n')
+    with pytest.raises(ReportError, match="line 2: is no record"):
+        RecordFile(tmp_path, {"model": "m"})
+
+
+def test_words_of_the_command_line():
+    assert split("a:x=1,y=2, b ,,c:z=[1", brackets=True) == ["a:x=1,y=2", "b", "c:z=[1"]
+    assert parse_quantizer("int4_token_group:group_size=16") == QuantizerSpec(
+        "int4_token_group:group_size=16", "int4_token_group", {"group_size": 16}
+    )
+    for wrong in ("a:", "a:b", "a:b=1,b=2", "a:b=[1"):
+        with pytest.raises(InputError, match="quantizer 'a:"):
+            parse_quantizer(wrong)
+
+
+def test_modes_become_gates(tmp_path: Path):
+    spec = parse_quantizer("int8_dither")
+    base = base_settings(None)
+    assert build_policy(base, spec, "raw").gate.kind == "observe"
+    assert build_policy(base, spec, "gated").gate.kind == "combined"
+    assert build_policy(base, spec, "gated").meter.stride == 1
+    assert build_policy(base, spec, "exact").quantizer.name == "none"
+    assert build_policy(base, spec, "raw", (1, 3)).quantizer.layers == (1, 3)
+    file = tmp_path / "p.yaml"
+    text = "version: 1\nquantizer: {name: int8_dither}\nmeter: {tier: dither, stride: 4}\ngate: {tau: 0.3}\n"
+    file.write_text(text)
+    mine = base_settings(file)
+    assert build_policy(mine, spec, "gated").gate.tau == 0.3
+    assert build_policy(mine, spec, "exact").tier == "witness"
+    assert build_policy(mine, spec, "raw").meter.stride == 4
+    with pytest.raises(PolicyError, match="raw: quantizer int4"):
+        build_policy(mine, parse_quantizer("int4_token_group"), "raw")

@@ -1,0 +1,43 @@
+"""`witcert meter`: meter a quantizer on prompts, without an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from witcert_core.cli.eval import console
+from witcert_core.evaluate.settings import parse_quantizer
+from witcert_core.report.text import render_sentence, render_table
+
+VIOLATED = 1
+
+
+def show(
+    model: Annotated[str, typer.Option(help="Checkpoint directory or hub id; runs on the CPU with transformers.")],
+    prompts: Annotated[Path, typer.Option(help='A prompt a line, or .jsonl with {"prompt": ...} a line.')],
+    quantizer: Annotated[str | None, typer.Option(help="Name, parameters after a colon: NAME:param=value.")] = None,
+    policy: Annotated[Path | None, typer.Option(help="Policy file; --quantizer replaces its quantizer.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="The first one is not read from the cache.")] = 32,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One summary a line instead of text.")] = False,
+) -> None:
+    """Answer each prompt from a quantized cache and print what the meter saw; exit 1 if a bound was violated."""
+    from witcert_core.evaluate.meter_run import choose_policy, meter, read_prompts
+
+    chosen = choose_policy(None if quantizer is None else parse_quantizer(quantizer), policy)
+    texts = read_prompts(prompts)
+    out = console()
+    violations = 0
+    for text, summary in meter(model, chosen, texts, max_new_tokens=max_new_tokens, dtype=dtype):
+        violations += summary["audit"]["violations"]
+        if as_json:
+            typer.echo(json.dumps(summary))
+            continue
+        out.print(text, markup=False)
+        out.print(render_table(summary))
+        out.print(render_sentence(summary), markup=False)
+    if violations:
+        raise typer.Exit(VIOLATED)

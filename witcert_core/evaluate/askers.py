@@ -1,0 +1,128 @@
+"""Who answers samples: transformers in this process, or a server at an address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from witcert_core.errors import InputError, UnsupportedError
+from witcert_core.evaluate.extras import require
+from witcert_core.evaluate.offline.engine import OfflineEngine
+from witcert_core.evaluate.offline.model import LoadedModel
+from witcert_core.evaluate.settings import EXACT, MODES, Mode, QuantizerSpec, build_policy
+from witcert_core.evaluate.tasks import EvalSample
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Text of an answer and the meter's summary, None from a server that is not metered."""
+
+    text: str
+    summary: Mapping[str, Any] | None
+
+
+class Asker(Protocol):
+    """One quantizer in one mode. parallel: how many samples it may be asked at once."""
+
+    quantizer: str
+    mode: Mode
+    engine: str
+    parallel: int
+
+    def ask(self, sample: EvalSample, request_id: str) -> Reply:
+        """Greedy decoding."""
+        ...
+
+
+class OfflineAsker:
+    """`loaded` under a policy; the engine is made when it is first asked."""
+
+    engine = "offline"
+    parallel = 1
+
+    def __init__(
+        self, loaded: LoadedModel, base: Mapping[str, Any], spec: QuantizerSpec, mode: Mode, max_tokens: int
+    ) -> None:
+        self.quantizer = EXACT if mode == "exact" else spec.label
+        self.mode: Mode = mode
+        self._loaded = loaded
+        self._policy = build_policy(base, spec, mode)  # refused now, not after hours
+        self._max_tokens = max_tokens
+        self._running: OfflineEngine | None = None
+
+    def ask(self, sample: EvalSample, request_id: str) -> Reply:
+        if self._running is None:
+            self._running = OfflineEngine(self._loaded, self._policy, self._max_tokens)
+        ids = self._loaded.prompt_ids(sample.prompt)
+        answer = self._running.generate(request_id, ids, sample.max_new_tokens)
+        return Reply(answer.text, answer.summary)
+
+
+class UrlAsker:
+    """A running server with OpenAI's completions route; what it meters is read from `/witcert/status`."""
+
+    def __init__(self, url: str, parallel: int = 4) -> None:
+        httpx = require("httpx")
+        self._errors = httpx.HTTPError
+        self._client = httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S)
+        self.url = url
+        self.parallel = parallel
+        models = self._get("/v1/models").json()["data"]
+        self.model: str = models[0]["id"]
+        self.model_path: str = models[0].get("root") or self.model
+        self.status = self._status()
+        self.engine = "url"  # a metered server says in each summary what it is
+        gate = (self.status or {}).get("gate", "observe")
+        self.quantizer: str = (self.status or {}).get("quantizer", EXACT)
+        self.mode: Mode = "exact" if self.quantizer == EXACT else "raw" if gate == "observe" else "gated"
+
+    def ask(self, sample: EvalSample, request_id: str) -> Reply:
+        body = {
+            "model": self.model,
+            "prompt": sample.prompt,
+            "max_tokens": sample.max_new_tokens,
+            "temperature": 0,
+        }
+        try:
+            response = self._client.post("/v1/completions", json=body)
+            response.raise_for_status()
+        except self._errors as error:
+            raise UnsupportedError(f"{self.url}: asking {request_id} failed: {error}") from error
+        data = response.json()
+        summaries = (data.get("metadata") or {}).get("witcert") or [None]
+        if self.status is not None and summaries[0] is None:
+            raise UnsupportedError(
+                f"{self.url}: is metered but returned no summary; set report.per_request to true in its policy"
+            )
+        return Reply(data["choices"][0]["text"], summaries[0])
+
+    def _get(self, route: str) -> Any:
+        try:
+            response = self._client.get(route)
+            response.raise_for_status()
+        except self._errors as error:
+            raise InputError(f"{self.url}{route}: {error}; is a server running there?") from error
+        return response
+
+    def _status(self) -> dict[str, Any] | None:
+        """None from a server without the meter."""
+        try:
+            response = self._client.get("/witcert/status")
+        except self._errors as error:
+            raise InputError(f"{self.url}/witcert/status: {error}") from error
+        return response.json() if response.status_code == 200 else None
+
+
+def offline_askers(
+    loaded: LoadedModel, base: Mapping[str, Any], specs: list[QuantizerSpec], modes: list[Mode], max_tokens: int
+) -> list[Asker]:
+    """Every quantizer in every mode; `exact` once, whatever the quantizers."""
+    askers: list[Asker] = []
+    for mode in MODES:
+        if mode in modes:
+            wanted = [QuantizerSpec(EXACT, EXACT, {})] if mode == "exact" else specs
+            askers += [OfflineAsker(loaded, base, spec, mode, max_tokens) for spec in wanted]
+    return askers

@@ -1,0 +1,89 @@
+"""Ask every sample of everyone who was not asked it yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from witcert_core.evaluate.askers import Asker, Reply
+from witcert_core.evaluate.records import Key, RecordFile, SampleRecord, meter_of
+from witcert_core.evaluate.tasks import EvalSample, TaskSource, TextTokenizer, score
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked: `count` samples of every task at every length."""
+
+    source: TaskSource
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    count: int
+    seed: int
+
+    def samples(self, task: str, num_tokens: int, tokenizer: TextTokenizer) -> Sequence[EvalSample]:
+        return self.source.samples(task, num_tokens, self.count, self.seed, tokenizer)
+
+
+def run(plan: Plan, askers: Sequence[Asker], tokenizer: TextTokenizer, file: RecordFile, console: Console) -> int:
+    """Append a record for each answer; returns how many were new. A sample that has its record is not asked again."""
+    new = 0
+    with progress_bar(console) as progress:
+        for asker in askers:
+            title = f"{asker.quantizer} {asker.mode}"
+            bar = progress.add_task(title, total=len(plan.tasks) * len(plan.lengths) * plan.count)
+            with ThreadPoolExecutor(asker.parallel) as pool:
+                for task in plan.tasks:
+                    for num_tokens in plan.lengths:
+                        keys = [(asker.quantizer, asker.mode, task, num_tokens, i) for i in range(plan.count)]
+                        missing = [key for key in keys if not file.has(key)]
+                        progress.advance(bar, len(keys) - len(missing))
+                        if not missing:
+                            continue
+                        samples = plan.samples(task, num_tokens, tokenizer)
+                        futures = [pool.submit(_ask, asker, samples[key[4]], key) for key in missing]
+                        new += _collect(futures, file, partial(progress.advance, bar))
+    return new
+
+
+def progress_bar(console: Console) -> Progress:
+    """Shown on a terminal only."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+def _collect(
+    futures: Sequence[Future[SampleRecord]], file: RecordFile, advance: Callable[[], None]
+) -> int:
+    try:
+        for future in as_completed(futures):
+            file.add(future.result())
+            advance()
+    finally:
+        for future in futures:
+            future.cancel()  # after an error: what has not begun need not
+    return len(futures)
+
+
+def _ask(asker: Asker, sample: EvalSample, key: Key) -> SampleRecord:
+    begun = time.monotonic()
+    reply: Reply = asker.ask(sample, "/".join(map(str, key)))
+    quantizer, mode, task, num_tokens, index = key
+    return SampleRecord(
+        quantizer=quantizer,
+        mode=mode,
+        task=task,
+        num_tokens=num_tokens,
+        index=index,
+        score=score(sample, reply.text),
+        answer=reply.text,
+        expected=list(sample.expected),
+        engine=asker.engine if reply.summary is None else str(reply.summary["engine"]),
+        seconds=round(time.monotonic() - begun, 3),
+        meter=meter_of(reply.summary),
+    )

@@ -1,0 +1,70 @@
+"""`witcert meter`: prompts through a model, offline, and the same summaries as from a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from witcert_core.errors import InputError
+from witcert_core.evaluate.offline.engine import OfflineEngine
+from witcert_core.evaluate.offline.model import load_model
+from witcert_core.evaluate.settings import QuantizerSpec, base_settings, build_policy
+from witcert_core.policy import Policy, load_policy
+
+
+def choose_policy(quantizer: QuantizerSpec | None, policy: Path | None) -> Policy:
+    """The policy file with its own quantizer, or with the one named; without a file every row is metered and audited.
+
+    Raises:
+        InputError: neither is given.
+    """
+    if quantizer is None:
+        if policy is None:
+            raise InputError("neither --quantizer nor --policy is given; one of them says what is metered")
+        return load_policy(policy)
+    base = base_settings(policy)
+    repairs = base.get("gate", {}).get("kind", "observe") != "observe"
+    return build_policy(base, quantizer, "gated" if repairs else "raw")
+
+
+def read_prompts(path: Path) -> list[str]:
+    """A prompt a line; of a file that ends in `.jsonl`, the `prompt` of each object.
+
+    Raises:
+        InputError: an unreadable file, a line without a prompt, or no prompt at all.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise InputError(f"{path}: cannot be read: {reason}") from error
+    prompts = [_prompt(line, f"{path}, line {i}", path.suffix == ".jsonl") for i, line in enumerate(lines, 1) if line]
+    if not prompts:
+        raise InputError(f"{path}: holds no prompt; write one a line")
+    return prompts
+
+
+def _prompt(line: str, where: str, is_json: bool) -> str:
+    if not is_json:
+        return line
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: is not JSON: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("prompt"), str):
+        raise InputError(f'{where}: has no text under "prompt"')
+    return str(data["prompt"])
+
+
+def meter(
+    model: str, policy: Policy, prompts: list[str], *, max_new_tokens: int, dtype: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Answer and summary (schema witcert.request/1) of each prompt, as they come."""
+    loaded = load_model(model, dtype)
+    ids = [loaded.prompt_ids(prompt) for prompt in prompts]
+    engine = OfflineEngine(loaded, policy, max(map(len, ids)) + max_new_tokens)
+    for number, one in enumerate(ids):
+        answer = engine.generate(f"prompt-{number}", one, max_new_tokens)
+        yield answer.text, answer.summary

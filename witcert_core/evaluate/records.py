@@ -1,0 +1,144 @@
+"""One JSON line a sample: what was asked, what came back, what the meter saw. A run that stops goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from witcert_core.errors import InputError, ReportError
+from witcert_core.report.jsonl import JsonlWriter
+
+SCHEMA = "witcert.sample/1"
+Key = tuple[str, str, str, int, int]
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """One answered sample. meter: `meter_of` its summary, None where the server is not metered."""
+
+    quantizer: str
+    mode: str
+    task: str
+    num_tokens: int
+    index: int
+    score: float
+    answer: str
+    expected: list[str]
+    engine: str
+    seconds: float
+    meter: dict[str, Any] | None
+
+    @property
+    def key(self) -> Key:
+        return self.quantizer, self.mode, self.task, self.num_tokens, self.index
+
+    @property
+    def sample(self) -> tuple[str, int, int]:
+        """What was asked, whoever answered."""
+        return self.task, self.num_tokens, self.index
+
+
+def meter_of(summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What is kept of a summary (schema witcert.request/1)."""
+    if summary is None:
+        return None
+    kept = {name: summary[name] for name in ("tier", "tau", "cells_measured", "cells_unknown", "certified_cells")}
+    beside = summary["tier_w_beside"]
+    return {
+        **kept,
+        "certified_any_query": kept["certified_cells"] if beside is None else beside["certified_cells"],
+        "worst": None if summary["worst"] is None else summary["worst"]["meter"],
+        "log_a_max": summary["log_a_max"],
+        "audited": summary["audit"]["cells"],
+        "violations": summary["audit"]["violations"],
+        "tv_max": summary["audit"]["tv_max"],
+        "repaired_blocks": summary["gate"]["repaired_blocks"],
+        "repaired_bytes": summary["gate"]["bytes"],
+        "gate_certified": summary["gate"]["certified"],
+        "gate_ranked": summary["gate"]["ranked"],
+        "gate_not_certified": summary["gate"]["not_certified"],
+    }
+
+
+def number(value: float | str | None) -> float:
+    """A reported number; "inf" and None (nothing known) are infinite."""
+    return math.inf if value is None or value == "inf" else float(value)
+
+
+class RecordFile:
+    """The records of a run. `about` says what they have in common; records of another run are not mixed in."""
+
+    def __init__(self, directory: Path, about: Mapping[str, Any]) -> None:
+        self.path = directory / "samples.jsonl"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ReportError(f"{directory}: cannot be made: {error.strerror}") from error
+        _same_run(directory / "run.json", dict(about))
+        _end_torn_line(self.path)
+        self.records = read_records(self.path)
+        self._done = {record.key for record in self.records}
+        self._writer = JsonlWriter(self.path)
+
+    def has(self, key: Key) -> bool:
+        return key in self._done
+
+    def add(self, record: SampleRecord) -> None:
+        """Write a record down; ReportError if it cannot be."""
+        self._writer.write({"schema": SCHEMA, **asdict(record)})
+        if self._writer.dropped:
+            raise ReportError(f"{self.path}: a record could not be written")
+        self.records.append(record)
+        self._done.add(record.key)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_records(path: Path) -> list[SampleRecord]:
+    """All records of a file, none where it does not exist; ReportError for a line that is not one."""
+    if not path.exists():
+        return []
+    names = {field.name for field in fields(SampleRecord)}
+    records = []
+    for number_of_line, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ReportError(f"{path}, line {number_of_line}: is not JSON: {error}; remove the line") from error
+        if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA or set(data) != names:
+            raise ReportError(f"{path}, line {number_of_line}: is no record of schema {SCHEMA}; remove the line")
+        records.append(SampleRecord(**data))
+    return records
+
+
+def write_json(path: Path, data: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Indented JSON that ends with a line break; strict, so infinities must already be words."""
+    path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _same_run(path: Path, about: dict[str, Any]) -> None:
+    if not path.exists():
+        write_json(path, about)
+        return
+    known = json.loads(path.read_text(encoding="utf-8"))
+    differing = [key for key in sorted({*known, *about}) if known.get(key) != about.get(key)]
+    if differing:
+        key = differing[0]
+        raise InputError(
+            f"{path.parent} holds a run with {key} {known.get(key)!r}, this one has {about.get(key)!r}; "
+            "choose another --out"
+        )
+
+
+def _end_torn_line(path: Path) -> None:
+    """A process that was killed may have left half a line; that sample is asked again."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
+        path.write_bytes(data[: data.rfind(b"\n") + 1])

@@ -1,0 +1,94 @@
+"""`witcert eval ruler`: ask, compare, write everything down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from witcert_core.errors import InputError
+from witcert_core.evaluate.askers import Asker, UrlAsker, offline_askers
+from witcert_core.evaluate.campaign import Plan, run
+from witcert_core.evaluate.compare import compare
+from witcert_core.evaluate.extras import require
+from witcert_core.evaluate.offline.model import load_model, load_tokenizer
+from witcert_core.evaluate.plots import plot_comparison
+from witcert_core.evaluate.records import RecordFile, write_json
+from witcert_core.evaluate.settings import Mode, QuantizerSpec, base_settings
+from witcert_core.evaluate.stats import RESAMPLES
+from witcert_core.evaluate.tables import COMPARISON_COLUMNS, comparison_rows, markdown_table, rich_table
+from witcert_core.evaluate.tasks import choose_source, choose_tasks
+
+ROOM_FOR_SPECIAL_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class RulerRun:
+    """What `witcert eval ruler` was asked to do. Either `model`, run here, or `url`, a running server."""
+
+    model: str | None
+    url: str | None
+    quantizers: Sequence[QuantizerSpec]
+    modes: Sequence[Mode]
+    tasks: Sequence[str]
+    lengths: Sequence[int]
+    samples: int
+    out: Path
+    source: str = "auto"
+    seed: int = 0
+    policy: Path | None = None
+    dtype: str = "auto"
+    stride: int = 1
+    audit_every: int = 1
+    parallel: int = 4
+    plot: bool = True
+
+
+def evaluate(wanted: RulerRun, console: Console) -> dict[str, Any]:
+    """Ask what is missing and return the comparison, which is also in `out` as JSON, Markdown and SVG."""
+    if wanted.plot:
+        require("matplotlib")
+    askers, tokenizer, name = _open(wanted)
+    source = choose_source(wanted.source, tokenizer)
+    plan = Plan(source, choose_tasks(source, wanted.tasks), tuple(wanted.lengths), wanted.samples, wanted.seed)
+    about = {"model": name, "source": source.name, "seed": wanted.seed}
+    file = RecordFile(wanted.out, about)
+    try:
+        run(plan, askers, tokenizer, file, console)
+    finally:
+        file.close()
+    comparison = compare(file.records, about, resamples=RESAMPLES, seed=wanted.seed)
+    write_comparison(comparison, wanted.out, plot=wanted.plot)
+    console.print(rich_table(f"{name}: {source.name} tasks", COMPARISON_COLUMNS, comparison_rows(comparison)))
+    return comparison
+
+
+def write_comparison(comparison: dict[str, Any], out: Path, *, plot: bool) -> None:
+    """`results.json`, `results.md` and `results.svg`."""
+    write_json(out / "results.json", comparison)
+    table = markdown_table(COMPARISON_COLUMNS, comparison_rows(comparison))
+    (out / "results.md").write_text(table + "\n", encoding="utf-8")
+    if plot:
+        plot_comparison(comparison, out / "results.svg")
+
+
+def _open(wanted: RulerRun) -> tuple[list[Asker], Any, str]:
+    """Who is asked, the tokenizer that measures lengths, and what the model is called."""
+    if wanted.url is not None:
+        server = UrlAsker(wanted.url, wanted.parallel)
+        path = wanted.model or server.model_path
+        return [server], load_tokenizer(path), Path(path).name
+    if wanted.model is None:
+        raise InputError("neither --model nor --url is given; one of them says what is evaluated")
+    if not wanted.quantizers and set(wanted.modes) != {"exact"}:
+        raise InputError("no quantizer is named; --quantizers takes names, `witcert quantizers` lists them")
+    loaded = load_model(wanted.model, wanted.dtype)
+    source = choose_source(wanted.source, loaded.tokenizer)
+    choose_tasks(source, wanted.tasks)
+    base = base_settings(wanted.policy, stride=wanted.stride, audit_every=wanted.audit_every)
+    room = max(wanted.lengths) + 256 + ROOM_FOR_SPECIAL_TOKENS
+    askers = offline_askers(loaded, base, list(wanted.quantizers), list(wanted.modes), room)
+    return askers, loaded.tokenizer, loaded.name

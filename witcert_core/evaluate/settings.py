@@ -1,0 +1,88 @@
+"""From command-line words to policies: which quantizer with which parameters, in which mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from witcert_core.errors import InputError, PolicyError
+from witcert_core.policy import Policy, load_policy, parse_policy
+from witcert_core.policy_yaml import PolicyLoader
+
+Mode = Literal["raw", "gated", "exact"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+EXACT = "none"
+"""The quantizer that does nothing: what `exact` runs with."""
+
+
+@dataclass(frozen=True)
+class QuantizerSpec:
+    """A quantizer as written: `name` or `name:param=value,param=value`."""
+
+    label: str
+    name: str
+    params: Mapping[str, Any]
+
+
+def parse_quantizer(text: str) -> QuantizerSpec:
+    """Values are read as in a policy file, so `bits=4` is an integer; InputError for what is not so written."""
+    name, separator, rest = text.partition(":")
+    params: dict[str, Any] = {}
+    for part in rest.split(",") if separator else []:
+        key, given, value = part.partition("=")
+        if not given or not key or key in params:
+            raise InputError(f"quantizer {text!r}: {part!r} is no parameter; write name:param=value,param=value")
+        try:
+            params[key] = yaml.load(value, Loader=PolicyLoader)
+        except yaml.YAMLError as error:
+            raise InputError(f"quantizer {text!r}: {value!r} is no value") from error
+    return QuantizerSpec(text, name, params)
+
+
+def parse_mode(text: str) -> Mode:
+    """InputError for anything but raw, gated and exact."""
+    for mode in MODES:
+        if text == mode:
+            return mode
+    raise InputError(f"mode is {text!r}; allowed are {', '.join(MODES)}")
+
+
+def base_settings(path: Path | None, *, stride: int = 1, audit_every: int = 1) -> dict[str, Any]:
+    """The sections of a policy file; without one, every row metered and audited."""
+    if path is not None:
+        data = load_policy(path).model_dump()
+        del data["quantizer"]
+        return data
+    return {"version": 1, "meter": {"stride": stride, "audit_every": audit_every}}
+
+
+def build_policy(
+    base: Mapping[str, Any], spec: QuantizerSpec, mode: Mode, layers: tuple[int, ...] | None = None
+) -> Policy:
+    """The policy of one run.
+
+    `raw` and `exact` never repair; `gated` repairs with the gate of `base`, or `combined` where that only observes.
+    layers: those that are quantized, None for all.
+    """
+    data = {key: value for key, value in base.items() if key != "quantizer"}
+    gate = dict(data.get("gate") or {})
+    if mode != "gated":
+        gate["kind"] = "observe"
+    elif gate.get("kind", "observe") == "observe":
+        gate["kind"] = "combined"
+    meter = dict(data.get("meter") or {})
+    if mode == "gated":
+        meter.pop("stride", None)  # a gate that repairs makes it 1
+    quantizer: dict[str, Any] = {"name": EXACT} if mode == "exact" else {"name": spec.name, "params": dict(spec.params)}
+    if mode != "exact" and layers is not None:
+        quantizer["layers"] = list(layers)
+    if mode == "exact" and meter.get("tier") == "dither":
+        meter["tier"] = "auto"
+    try:
+        return parse_policy({**data, "quantizer": quantizer, "gate": gate, "meter": meter}, f"quantizer {spec.label}")
+    except PolicyError as error:
+        raise PolicyError(f"{mode}: {error}") from error
