@@ -10,6 +10,7 @@ from witcert_core.dither import GROUP, num_groups
 from witcert_core.layout import KVLayout
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.rotary import RotarySpec
+from witcert_core.sketch import sketch_bytes, value_bands
 
 ROW_ID_BYTES = 8
 """A slot's dither row, one int64 for all layers and heads."""
@@ -20,19 +21,23 @@ def packed_bytes_per_token(layout: KVLayout, num_kv_heads: int, num_layers: int)
     return layout.bytes_per_token_head * num_kv_heads * num_layers + ROW_ID_BYTES
 
 
-def side_bytes_per_token(
-    quantizer: Quantizer, rotary: RotarySpec, num_kv_heads: int, num_layers: int, storage_bytes: int
+def side_bytes_per_head(
+    quantizer: Quantizer, rotary: RotarySpec, v_head_dim: int, storage_bytes: int, sketch_bits: int = 0
 ) -> int:
-    """What the meter keeps beside a pool of ``storage_bytes`` an element that a quantizer is simulated in.
+    """What `store.SlotStore` keeps of a token in one layer and KV head, beside a pool of ``storage_bytes`` an element.
 
     One byte for V; for K the bands' witness, or the scales of a dithered quantizer (with a band witness of the
-    rounding to a 16-bit pool), see `store.SlotStore`; and the row id.
+    rounding to a 16-bit pool); the residuals' sketches.
     """
     groups = num_groups(rotary.head_dim, GROUP)
     bands = band_map(rotary).num_bands
     if quantizer.tier == "dither":
         witness = groups if quantizer.stored_witness else 0
-        per_head = 1 + 2 * groups + witness + (bands if storage_bytes == 2 else 0)
-    else:
-        per_head = 1 + bands
+        return 1 + 2 * groups + witness + (bands if storage_bytes == 2 else 0)
+    values = sketch_bytes(v_head_dim, value_bands(v_head_dim).num_bands, sketch_bits)
+    return 1 + bands + sketch_bytes(rotary.head_dim, bands, sketch_bits) + values
+
+
+def side_bytes_per_token(per_head: int, num_kv_heads: int, num_layers: int) -> int:
+    """The same for all layers and heads of the rank, and the slot's row id."""
     return num_layers * num_kv_heads * per_head + ROW_ID_BYTES

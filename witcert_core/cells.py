@@ -14,13 +14,15 @@ from torch import Tensor
 
 from witcert_core.accumulate import accumulate
 from witcert_core.bounds import FORM_NAMES, FORMS, extremal, meter
-from witcert_core.layout import NUM_ACC_FIELDS
+from witcert_core.layout import NUM_ACC_FIELDS, AccField
 from witcert_core.output import output_bound
 from witcert_core.radii import CAST_16BIT, arithmetic_radius
-from witcert_core.tv import softmax_with_sink
+from witcert_core.tv import softmax_with_sink, total_variation
 
 SOFTMAX_FP32 = 2.0**-20
 """Logit error that stands for exponentials, their fp32 sum and the division by it."""
+SHIFT_UP, SHIFT_LEAST = 1.0 + 2.0**-36, 2.0**-36
+"""Outward rounding of a computed TV in float64: relative, and for what the weights themselves lose."""
 SOFTCAP_FP32 = 2.0**-21
 """Error of ``cap * tanh(z / cap)`` in fp32, as a share of the cap."""
 
@@ -34,12 +36,27 @@ class Terms:
         extra: ``[...]`` further TV between these weights and the engine's; 0 for fused weights.
         norm: ``[...]`` ``||o~||``.
         swept: ``[...]`` the ``extremal`` bound if asked for, else 0.
+        centre_norm: ``[...]`` norm of the output that the accumulators belong to: ``norm``, or that of the corrected
+            keys and values.
+        shift: ``[...]`` TV between the corrected weights and the stored keys'; 0 without a sketch.
+        out_shift: ``[...]`` what the output bound gains by the correction; 0 without a sketch.
     """
 
     acc: Tensor
     extra: Tensor
     norm: Tensor
     swept: Tensor
+    centre_norm: Tensor
+    shift: Tensor
+    out_shift: Tensor
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the cache holds, where `sum_terms` is given the corrected logits and values: [C, S] and [S, Hkv, Dv]."""
+
+    logits: Tensor
+    v: Tensor
 
 
 def kernel_radius(q: Tensor, k: Tensor, sm_scale: float, logits_soft_cap: float, sixteen_bit: bool) -> Tensor:
@@ -74,6 +91,7 @@ def sum_terms(
     form: str = "auto",
     fused: bool = False,
     underflow: float = 0.0,
+    stored: Stored | None = None,
 ) -> Terms:
     """Sum over S tokens. A token that a cell does not see has logit -inf, radius 0 and omega 0 there.
 
@@ -86,6 +104,8 @@ def sum_terms(
         rho: ``[S, Hkv]`` radii of the values.
         sinks: ``[C]`` learned sink logits.
         underflow: absolute TV lost to weights too small for the kernel's dtype, see `weight_underflow`.
+        stored: with a sketch, what the engine reads; ``logits``, ``v`` are then of the corrected cache, ``c`` and
+            ``rho`` around it.
     """
     radius = c + omega if fused else c
     acc = accumulate(logits, radius, v, rho, sinks)
@@ -98,14 +118,35 @@ def sum_terms(
     swept = torch.zeros_like(extra)
     if form == "extremal":
         swept = extremal.bound(weights, torch.nn.functional.pad(radius, (0, int(sinks is not None))))
-    return Terms(acc, extra, output_norm(weights[:, : logits.shape[-1]], v), swept)
+    centre = weighted_values(weights[:, : logits.shape[-1]], v)
+    norm = centre.norm(dim=-1)
+    nothing = torch.zeros_like(extra)
+    if stored is None:
+        return Terms(acc, extra, norm, swept, norm, nothing, nothing)
+    served_weights = softmax_with_sink(stored.logits, sinks)
+    served = weighted_values(served_weights[:, : logits.shape[-1]], stored.v)
+    shift = total_variation(weights, served_weights) * SHIFT_UP + SHIFT_LEAST
+    # The engine's own arithmetic moves weight between stored values; the accumulators know the corrected ones.
+    apart = (stored.v - v).square().sum(-1).sqrt().amax(0).repeat_interleave(len(weights) // v.shape[1])
+    out_shift = ((centre - served).norm(dim=-1) + 2.0 * extra * apart) * SHIFT_UP
+    acc[..., AccField.LOG_A] = full_log_a(served_weights, stored.logits - logits, radius)
+    return Terms(acc, extra, served.norm(dim=-1), swept, norm, shift, out_shift)
+
+
+def full_log_a(weights: Tensor, shift: Tensor, radius: Tensor) -> Tensor:
+    """``log sum p~ e^c`` [C] with the whole radius ``c = |shift - mean shift| + radius``, for ranking."""
+    num_tokens = radius.shape[-1]
+    moved = shift.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # tokens a cell does not see
+    moved = (moved - (weights[:, :num_tokens] * moved).sum(-1, keepdim=True)).abs()
+    total = torch.nn.functional.pad(moved + radius, (0, weights.shape[-1] - num_tokens))  # a sink has radius 0
+    return torch.logsumexp(weights.log() + total, dim=-1).clamp(min=0.0)
 
 
 def stack_terms(rows: Sequence[Terms], num_rows: int, cells: int, device: torch.device) -> Terms:
     """Terms of rows ``[C, ...]`` as one ``[R, C, ...]``; with no row, empty tensors of that shape."""
     if not rows:
         empty = torch.zeros(num_rows, cells, dtype=torch.float64, device=device)
-        return Terms(torch.zeros(num_rows, cells, NUM_ACC_FIELDS, dtype=torch.float64, device=device), *[empty] * 3)
+        return Terms(torch.zeros(num_rows, cells, NUM_ACC_FIELDS, dtype=torch.float64, device=device), *[empty] * 6)
     return Terms(*(torch.stack([getattr(row, f.name) for row in rows]) for f in fields(Terms)))
 
 
@@ -116,13 +157,13 @@ def bounds_of(terms: Terms, form: str, has_sink: bool) -> tuple[Tensor, Tensor, 
     else:
         tv = (terms.swept if form == "extremal" else FORMS[form](terms.acc)).clamp(max=1.0)
         which = torch.full_like(tv, FORM_NAMES.index(form), dtype=torch.int64)
-    out = output_bound(terms.acc, tv, terms.norm, has_sink, terms.extra)
-    return (tv + terms.extra).clamp(max=1.0), which, out
+    out = output_bound(terms.acc, tv, terms.centre_norm, has_sink, terms.extra) + terms.out_shift
+    total = (tv + terms.extra + terms.shift).clamp(max=1.0).nan_to_num(nan=1.0)
+    return total, which, out.nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
-def output_norm(weights: Tensor, v: Tensor) -> Tensor:
-    """``||sum p~ v~||`` per cell, ``[C]``, for weights ``[C, S]`` and values ``[S, Hkv, Dv]``."""
+def weighted_values(weights: Tensor, v: Tensor) -> Tensor:
+    """``sum p~ v~`` per cell, ``[C, Dv]``, for weights ``[C, S]`` and values ``[S, Hkv, Dv]``."""
     cells, kv_heads = weights.shape[0], v.shape[1]
     grouped = weights.reshape(kv_heads, cells // kv_heads, -1)
-    out = torch.einsum("kgs,skd->kgd", grouped, v).reshape(cells, -1)
-    return out.square().sum(dim=-1).sqrt()
+    return torch.einsum("kgs,skd->kgd", grouped, v).reshape(cells, -1)

@@ -93,7 +93,7 @@ class Gate(Protocol):
         ...
 
 
-def block_risk(p: Tensor, c: Tensor, block_of: Tensor, num_blocks: int) -> Tensor:
+def block_risk(p: Tensor, c: Tensor, block_of: Tensor, num_blocks: int, known: Tensor | None = None) -> Tensor:
     """``sum p~ (e^c - 1)`` per block, float64 ``[N]``; infinite where a radius of the block is unknown.
 
     Args:
@@ -101,8 +101,11 @@ def block_risk(p: Tensor, c: Tensor, block_of: Tensor, num_blocks: int) -> Tenso
         c: ``[C, S]`` radii.
         block_of: int64 ``[S]``, the block of each token.
         num_blocks: ``N``.
+        known: ``[C, S]`` weight that a sketch says was moved at each token; it counts beside what is not known.
     """
     growth = p.to(torch.float64) * torch.expm1(c.to(torch.float64))
+    if known is not None:
+        growth = growth + known
     growth = torch.where(c.isfinite(), growth, float("inf")).nan_to_num(nan=float("inf"), posinf=float("inf"))
     total = torch.zeros(num_blocks, dtype=torch.float64, device=p.device)
     return total.index_add(0, block_of, growth.sum(dim=0))

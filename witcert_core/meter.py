@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.bounds import FORM_NAMES
-from witcert_core.cells import Terms, bounds_of, kernel_radius, stack_terms, sum_terms, weight_underflow
+from witcert_core.cells import Stored, Terms, bounds_of, kernel_radius, stack_terms, sum_terms, weight_underflow
 from witcert_core.errors import InputError
 from witcert_core.layout import AccField
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
@@ -55,6 +55,13 @@ class Radii(Protocol):
 
     def value_radius(self, slots: Tensor) -> Tensor:
         """Float64 ``[S, Hkv]`` bound on ``||v~ - v||``."""
+        ...
+
+    def residuals(self, slots: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Estimates of ``k~ - k`` ``[S, Hkv, D]`` and ``v~ - v`` ``[S, Hkv, Dv]``, or None.
+
+        With them the radii are around the corrected cache, not around the stored one.
+        """
         ...
 
 
@@ -123,18 +130,41 @@ def measure(
             raise InputError(f"row {r} sees no token; leave padded rows out of the batch")
         visible[r] = slots.numel()
         k, v, row = k_cache[slots], v_cache[slots].to(torch.float64), q[r].to(torch.float64)
-        logits = attention_logits(row, k.to(torch.float64), sm_scale, logits_soft_cap)
+        logits, v, stored = centred(row, k, v, radii.residuals(slots), sm_scale, logits_soft_cap)
         c = radii.key_radius(row, slots, scale, float(delta_loc[r])).to(torch.float64)
         omega = kernel_radius(row, k, scale, logits_soft_cap, sixteen_bit)
         rho = radii.value_radius(slots)
         lost = 0.0 if fused else weight_underflow(slots.numel(), k_cache.dtype, q.dtype)
-        parts.append(sum_terms(logits, c, omega, v, rho, sinks=sinks, form=form, fused=fused, underflow=lost))
+        terms = sum_terms(
+            logits, c, omega, v, rho, sinks=sinks, form=form, fused=fused, underflow=lost, stored=stored
+        )
+        parts.append(terms)
         if truth is not None and audited[r] and exact_k is not None:
             truth[r] = true_tv(q[r], k, exact_k[slots], sm_scale, logits_soft_cap, sinks)
 
-    terms = stack_terms(parts, num_rows, heads, device)
+    stacked = stack_terms(parts, num_rows, heads, device)
     spent = torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=device)
-    return cell_batch(terms, form, sinks is not None, visible, truth, spent)
+    return cell_batch(stacked, form, sinks is not None, visible, truth, spent)
+
+
+def centred(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    residuals: tuple[Tensor, Tensor] | None,
+    sm_scale: float,
+    logits_soft_cap: float,
+) -> tuple[Tensor, Tensor, Stored | None]:
+    """Logits ``[C, S]`` and values the radii are around, float64, and what is stored if that is something else.
+
+    The soft cap is 1-Lipschitz, so a radius around the corrected key's logit stays one behind it.
+    """
+    wide = k.to(torch.float64)
+    logits = attention_logits(q, wide, sm_scale, logits_soft_cap)
+    if residuals is None:
+        return logits, v, None
+    corrected = attention_logits(q, wide - residuals[0], sm_scale, logits_soft_cap)
+    return corrected, v - residuals[1], Stored(logits, v)
 
 
 def cell_batch(

@@ -76,6 +76,10 @@ class PackedLayer:
         """rho [S, Hkv] float64."""
         return half_step_radius(self.v_scale[slots], self.v.shape[-1])
 
+    def residuals(self, slots: Tensor) -> None:
+        """The packed cache keeps no sketch."""
+        return None
+
 
 class PackedCache:
     """All layers of one rank. `row_ids` [SLOTS] int64 is shared by them: the pass in which a slot was written."""

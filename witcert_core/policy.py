@@ -32,6 +32,7 @@ from witcert_core.quantizers import Quantizer
 from witcert_core.quantizers.base import DitheredQuantizer, Tier
 
 MAX_LAYER = 65_535
+GATE_SKETCH_BITS = 4
 _RANGE = re.compile(r"(\d+)\s*-\s*(\d+)")
 
 
@@ -94,6 +95,7 @@ class MeterSettings(_Section):
 
     tier: Literal["auto", "witness", "dither"] = "auto"
     form: Literal["auto", "extremal", "tanh", "jensen", "needle", "eform", "rms"] = "auto"
+    sketch_bits: Literal[0, 2, 4, 8] | None = None
     delta: float = Field(default=0.01, gt=0, lt=1)
     max_rows: int = Field(default=8, ge=1)
     stride: int = Field(default=32, ge=1)
@@ -153,6 +155,7 @@ class Policy(_Section):
         self._check_tier()
         self._check_storage()
         self._force_stride()
+        self._choose_sketch()
         if self.report.cells != "none" and self.report.jsonl is None:
             raise ValueError(
                 f"report.cells: is {self.report.cells!r}, but cell records go to report.jsonl, which is "
@@ -165,6 +168,11 @@ class Policy(_Section):
             raise ValueError(
                 f"meter.tier: is 'dither', but quantizer {self.quantizer.name!r} has no dither law; "
                 "allowed: 'auto', 'witness', or a dithered quantizer such as 'int8_dither'"
+            )
+        if self.meter.sketch_bits and self._quantizer.tier == "dither":
+            raise ValueError(
+                f"meter.sketch_bits: is {self.meter.sketch_bits}, but quantizer {self.quantizer.name!r} is dithered "
+                "and its scales bound the residual already; allowed: 0, or a quantizer without a dither law"
             )
 
     def _check_storage(self) -> None:
@@ -186,6 +194,12 @@ class Policy(_Section):
                 "exact blocks: set gate.kind to 'observe' or storage to 'simulated'"
             )
 
+    def _choose_sketch(self) -> None:
+        """Without a sketch a gate has to restore nearly every block of a coarse quantizer; see docs/meter.md, 2."""
+        if self.meter.sketch_bits is None:
+            bits = GATE_SKETCH_BITS if self._gate.repairs and self._quantizer.tier != "dither" else 0
+            self.__dict__["meter"] = self.meter.model_copy(update={"sketch_bits": bits})
+
     def _force_stride(self) -> None:
         if not self._gate.repairs:
             return
@@ -196,6 +210,11 @@ class Policy(_Section):
             )
         # The model is frozen for its users; this is still its construction.
         self.__dict__["meter"] = self.meter.model_copy(update={"stride": 1})
+
+    @property
+    def sketch_bits(self) -> int:
+        """Bits a channel of the residuals' sketches, 0 for none."""
+        return self.meter.sketch_bits or 0
 
     @property
     def repairs(self) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from witcert_core.cells import Terms, bounds_of, kernel_radius, sum_terms, weight_underflow
 from witcert_core.gates import Gate, GateState, block_risk
 from witcert_core.layout import AccField
-from witcert_core.meter import CellBatch, cell_batch, true_tv
+from witcert_core.meter import CellBatch, cell_batch, centred, true_tv
 from witcert_core.output import relative_output_bound
 from witcert_core.pool import Pool
 from witcert_core.shadow import ShadowStore
@@ -135,7 +135,8 @@ class BlockRepairer:
         first: Tensor | None = None
         blocks = moved = 0
         while True:
-            terms, weights, radius = group.evaluate(rows.delta_loc)
+            now = group.evaluate(rows.delta_loc)
+            terms = now.terms
             meter, _, out = bounds_of(terms, self.form, call.sinks is not None)
             first = meter if first is None else first
             exact = group.side.is_exact(rows.slots)
@@ -147,12 +148,12 @@ class BlockRepairer:
                 log_a=terms.acc[:, AccField.LOG_A],
                 out_rel=relative_output_bound(out, terms.norm),
                 first_meter=first,
-                block_risk=block_risk(weights, radius, block_of, num_blocks),
+                block_risk=block_risk(now.weights, now.radius, block_of, num_blocks, now.known),
                 repaired=_all_of(exact, block_of, num_blocks),
                 available=_all_of(self.shadow.has(rows.slots) | exact, block_of, num_blocks),
                 block_bytes=self.block_size * group.bytes_per_token,
                 bytes_left=left,
-                value_risk=group.value_risk(weights, terms.norm, block_of, num_blocks),
+                value_risk=group.value_risk(now.weights, terms.norm, block_of, num_blocks),
             )
             decision = self.gate.decide(state)
             if decision.action != "repair" or decision.block is None:
@@ -167,7 +168,7 @@ class BlockRepairer:
         stale = any(bool(torch.isin(slots, rows.slots).any()) for slots in self._touched[call.layer, head])
         return _HeadOutcome(
             terms=terms,
-            certain=group.evaluate(0.0)[0] if rows.delta_loc > 0 else None,
+            certain=group.evaluate(0.0).terms if rows.delta_loc > 0 else None,
             status=decision.status,
             truth=group.truth(),
             output=group.serve() if stale else None,
@@ -196,6 +197,16 @@ class _HeadOutcome:
     gave_up: str
 
 
+@dataclass(frozen=True)
+class _Evaluation:
+    """Terms of C cells, their weights [C, S] and radii [C, S]; known [C, S]: weight a sketch says was moved."""
+
+    terms: Terms
+    weights: Tensor
+    radius: Tensor
+    known: Tensor | None
+
+
 class _HeadRows:
     """The cells of one KV head: R rows times G query heads, over the S tokens the last row sees."""
 
@@ -216,13 +227,18 @@ class _HeadRows:
         self.sinks = None if call.sinks is None else call.sinks[self.own].repeat(num_rows)
         self.bytes_per_token = (dim + v.shape[-1]) * k.element_size()
 
-    def evaluate(self, delta_loc: float) -> tuple[Terms, Tensor, Tensor]:
-        """Terms of the C cells, their weights [C, S] and radii [C, S], from the cache as it is now."""
+    def evaluate(self, delta_loc: float) -> _Evaluation:
+        """The C cells from the cache as it is now."""
         call, q = self.call, self.q.to(torch.float64)
         k, v = self.k, self.v
         unseen = ~self.seen
-        logits = attention_logits(q, k.to(torch.float64), call.sm_scale, call.logits_soft_cap)
+        residuals = self.side.residuals(self.rows.slots)
+        logits, centre_v, stored = centred(
+            q, k, v.to(torch.float64), residuals, call.sm_scale, call.logits_soft_cap
+        )
         logits = logits.masked_fill(unseen, float("-inf"))
+        if stored is not None:
+            stored = replace(stored, logits=stored.logits.masked_fill(unseen, float("-inf")))
         scale = abs(call.sm_scale)
         radius = self.side.key_radius(q, self.rows.slots, scale, delta_loc).masked_fill(unseen, 0.0)
         sixteen_bit = min(k.element_size(), self.q.element_size()) <= 2
@@ -230,9 +246,11 @@ class _HeadRows:
         rho = self.side.value_radius(self.rows.slots)
         lost = weight_underflow(len(k), k.dtype, self.q.dtype)
         terms = sum_terms(
-            logits, radius, omega, v.to(torch.float64), rho, sinks=self.sinks, form=self.form, underflow=lost
+            logits, radius, omega, centre_v, rho, sinks=self.sinks, form=self.form, underflow=lost, stored=stored
         )
-        return terms, torch.softmax(logits, -1), radius
+        weights = torch.softmax(logits, -1)
+        known = None if stored is None else (weights - torch.softmax(stored.logits, -1)).abs()
+        return _Evaluation(terms, weights, radius, known)
 
     def value_risk(self, weights: Tensor, norm: Tensor, block_of: Tensor, num_blocks: int) -> Tensor:
         """``sum p~ rho / ||o~||`` per block, [N]."""

@@ -21,6 +21,7 @@ from witcert_core.errors import UnsupportedError
 from witcert_core.packed import checked_scales, half_step_radius
 from witcert_core.quantizers.base import Encoded, Quantizer
 from witcert_core.radii import radius_dither, radius_group_witness, radius_witness
+from witcert_core.sketch import Sketch, decode_sketch, encode_sketch, value_bands
 from witcert_core.witness import decode_norm, encode_norm_up, value_codes, witness_codes
 
 UNKNOWN_CODE = 255  # decodes to +inf
@@ -45,6 +46,7 @@ class LayerSlots:
     (stored - decoded codes) for a dithered one kept in a 16-bit pool; None where that rounding is in the dither term.
     value_witness [SLOTS, Hkv] uint8: norm of (stored - exact) of V.
     scales [SLOTS, Hkv, Gr] float16 and group_witness [SLOTS, Hkv, Gr] uint8: dithered quantizers only.
+    key_sketch, value_sketch: estimates of (stored - exact); the witnesses are then of what they miss.
     """
 
     bands: BandMap
@@ -52,9 +54,18 @@ class LayerSlots:
     witness: Tensor | None = None
     scales: Tensor | None = None
     group_witness: Tensor | None = None
+    sketch_bits: int = 0
+    value_bands: BandMap | None = None
+    key_sketch: Sketch | None = None
+    value_sketch: Sketch | None = None
 
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.witness, self.value_witness, self.scales, self.group_witness) if t is not None]
+        """Everything that is remembered about a slot."""
+        return self._zero_when_exact() + [s.codes for s in (self.key_sketch, self.value_sketch) if s is not None]
+
+    def _zero_when_exact(self) -> list[Tensor]:
+        kept = [t for t in (self.witness, self.value_witness, self.scales, self.group_witness) if t is not None]
+        return kept + [s.steps for s in (self.key_sketch, self.value_sketch) if s is not None]
 
     def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
         """c [H, S] float64 for q [H, D] float64 over the tokens in `slots` [S]; +inf where the slot is unknown."""
@@ -74,22 +85,40 @@ class LayerSlots:
         return total
 
     def value_radius(self, slots: Tensor) -> Tensor:
-        """rho [S, Hkv] float64 >= ||stored v - exact v||."""
+        """rho [S, Hkv] float64 >= ||stored v - exact v||, or of what the sketch misses of it."""
         return decode_norm(self.value_witness[slots])
+
+    def residuals(self, slots: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Estimates of (stored - exact) of K [S, Hkv, D] and V [S, Hkv, Dv], float64; None without sketches."""
+        if self.key_sketch is None or self.value_sketch is None or self.value_bands is None:
+            return None
+        k, v = (Sketch(s.codes[slots], s.steps[slots]) for s in (self.key_sketch, self.value_sketch))
+        return decode_sketch(k, self.bands, self.sketch_bits), decode_sketch(v, self.value_bands, self.sketch_bits)
 
     def head(self, kv_head: int) -> LayerSlots:
         """The same side tensors for one KV head only (Hkv = 1), sharing memory with these."""
         only = slice(kv_head, kv_head + 1)
-        return LayerSlots(
-            self.bands,
-            self.value_witness[:, only],
-            *(None if t is None else t[:, only] for t in (self.witness, self.scales, self.group_witness)),
+        witness, scales, group_witness = (
+            None if t is None else t[:, only] for t in (self.witness, self.scales, self.group_witness)
+        )
+        key_sketch, value_sketch = (
+            None if s is None else Sketch(s.codes[:, only], s.steps[:, only])
+            for s in (self.key_sketch, self.value_sketch)
+        )
+        return replace(
+            self,
+            value_witness=self.value_witness[:, only],
+            witness=witness,
+            scales=scales,
+            group_witness=group_witness,
+            key_sketch=key_sketch,
+            value_sketch=value_sketch,
         )
 
     def is_exact(self, slots: Tensor) -> Tensor:
         """bool [S]: whether keys and values of every head here have radius 0 in `slots` [S]."""
         exact = torch.ones(slots.numel(), dtype=torch.bool, device=slots.device)
-        for tensor in self.tensors():
+        for tensor in self._zero_when_exact():
             exact &= (tensor[slots] == 0).flatten(1).all(1)
         return exact
 
@@ -106,12 +135,16 @@ class LayerSlots:
             self.group_witness[slots] = code
         if self.scales is not None:
             self.scales[slots] = 0.0 if code == EXACT_CODE else float("inf")
+        for sketch in (self.key_sketch, self.value_sketch):
+            if sketch is not None:
+                sketch.steps[slots] = 0
 
 
 class SlotStore:
     """The side tensors of all metered layers of one rank.
 
-    layers: global layer ids. storage_dtype: the dtype of the engine's pool. With `keep_exact` the exact K and V of
+    layers: global layer ids. storage_dtype: the dtype of the engine's pool. sketch_bits: 0, or bits a channel of the
+    residuals' sketches. With `keep_exact` the exact K and V of
     every slot are kept as well (2 * SLOTS * Hkv * D elements a layer), which is what an audit compares against.
     """
 
@@ -127,6 +160,7 @@ class SlotStore:
         bands: BandMap,
         storage_dtype: torch.dtype,
         keep_exact: bool = False,
+        sketch_bits: int = 0,
         device: str | torch.device = "cpu",
     ) -> None:
         if quantizer.space != "post_rope" or quantizer.token_group != 1:
@@ -138,10 +172,23 @@ class SlotStore:
         self.bands = bands
         self.storage_dtype = storage_dtype
         self.dithered = quantizer.tier == "dither"
+        if self.dithered and sketch_bits:
+            raise UnsupportedError(
+                f"sketch_bits is {sketch_bits}, but quantizer {quantizer.name!r} is dithered: its law needs no sketch; "
+                "use 0"
+            )
+        self.sketch_bits = sketch_bits
+        self.value_bands = value_bands(v_head_dim)
         num_groups = -(-head_dim // 32)
 
         def tensor(*tail: int, value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((num_slots, num_kv_heads, *tail), value, dtype=dtype, device=device)
+
+        def sketch(channels: int, num_bands: int) -> Sketch | None:
+            if not sketch_bits:
+                return None
+            width = -(-channels * sketch_bits // 8)
+            return Sketch(tensor(width, value=0, dtype=torch.uint8), tensor(num_bands, value=0, dtype=torch.uint8))
 
         # In a 32-bit pool the dither term's own slack covers the rounding of s * (code - u); see `radii.py`.
         with_witness = not self.dithered or storage_dtype in SIXTEEN_BIT
@@ -154,6 +201,10 @@ class SlotStore:
                 group_witness=tensor(num_groups, value=UNKNOWN_CODE, dtype=torch.uint8)
                 if self.dithered and quantizer.stored_witness
                 else None,
+                sketch_bits=sketch_bits,
+                value_bands=self.value_bands,
+                key_sketch=sketch(head_dim, bands.num_bands),
+                value_sketch=sketch(v_head_dim, self.value_bands.num_bands),
             )
             for layer in layers
         }
@@ -205,15 +256,27 @@ class SlotStore:
         """
         side = self._layers[layer]
         if encoded_v is None:
-            side.value_witness[slots] = value_codes(exact_v, stored_v)
+            missed = self._sketched(side.value_sketch, slots, exact_v, stored_v, self.value_bands)
+            side.value_witness[slots] = value_codes(exact_v, missed)
         else:
             checked = replace(encoded_v, scales=checked_scales(encoded_v, exact_v))
             side.value_witness[slots] = encode_norm_up(dithered_value_radius(checked, stored_v))
         if self.dithered:
             self._write_dithered(side, slots, exact_k, stored_k, encoded_k)
         elif side.witness is not None:
-            side.witness[slots] = witness_codes(exact_k, stored_k, self.bands)
+            missed = self._sketched(side.key_sketch, slots, exact_k, stored_k, self.bands)
+            side.witness[slots] = witness_codes(exact_k, missed, self.bands)
         self.keep(layer, slots, exact_k, exact_v)
+
+    def _sketched(
+        self, sketch: Sketch | None, slots: Tensor, exact: Tensor, stored: Tensor, bands: BandMap
+    ) -> Tensor:
+        """Sketch (stored - exact) into `slots` and return the corrected tensor; without a sketch `stored` itself."""
+        if sketch is None:
+            return stored
+        made = encode_sketch(stored.to(torch.float64) - exact.to(torch.float64), bands, self.sketch_bits)
+        sketch.codes[slots], sketch.steps[slots] = made.codes, made.steps
+        return stored.to(torch.float64) - decode_sketch(made, bands, self.sketch_bits)
 
     def _write_dithered(
         self, side: LayerSlots, slots: Tensor, exact_k: Tensor, stored_k: Tensor, encoded_k: Encoded | None

@@ -51,6 +51,9 @@ class Store:
     def value_radius(self, slots):
         return self.rho[slots]
 
+    def residuals(self, slots):
+        return None
+
 
 def run(store, lengths=(150, 64, 7, 1), heads=4, seed=1, **options):
     gen = torch.Generator().manual_seed(seed)

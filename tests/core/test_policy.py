@@ -114,7 +114,8 @@ def test_defaults() -> None:
         (
             {"meter": {"strid": 1}, "gate": {"tau": 2}},
             "p.yaml: meter.strid: unknown key (did you mean 'stride'?); "
-            "allowed: tier, form, delta, max_rows, stride, layers, audit_every, declared_rows; gate.tau: is",
+            "allowed: tier, form, sketch_bits, delta, max_rows, stride, layers, audit_every, declared_rows; "
+            "gate.tau: is",
         ),
     ],
 )
@@ -123,6 +124,22 @@ def test_refusals_name_key_value_and_what_is_allowed(sections: dict[str, Any], m
         parse_policy({"version": 1, "quantizer": {"name": "int4_token_group"}, **sections}, "p.yaml")
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
+
+
+def test_a_gate_that_repairs_has_a_sketch_unless_told_otherwise() -> None:
+    gate = {"kind": "certified"}
+    assert policy(quantizer="int4_token_group").sketch_bits == 0
+    assert policy(quantizer="int4_token_group", gate=gate).sketch_bits == 4
+    assert policy(quantizer="int4_token_group", gate=gate, meter={"sketch_bits": 0}).sketch_bits == 0
+    assert policy(quantizer="int8_dither", gate=gate).sketch_bits == 0
+
+
+def test_a_dithered_quantizer_needs_no_sketch() -> None:
+    assert policy(quantizer="int4_token_group", meter={"sketch_bits": 4}).meter.sketch_bits == 4
+    with pytest.raises(PolicyError, match=r"meter\.sketch_bits: is 2, but quantizer 'int8_dither' is dithered"):
+        policy(quantizer="int8_dither", meter={"sketch_bits": 2})
+    with pytest.raises(PolicyError, match=r"meter\.sketch_bits"):
+        policy(meter={"sketch_bits": 3})
 
 
 @pytest.mark.parametrize("kind", ["certified", "risk_ranked", "combined"])

@@ -10,7 +10,7 @@ import torch
 from witcert_demo.run import CHECKPOINT
 
 from witcert_core.bands import band_map
-from witcert_core.capacity import side_bytes_per_token
+from witcert_core.capacity import side_bytes_per_head, side_bytes_per_token
 from witcert_core.cli import main
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.evaluate.capacity import ModelShape, bytes_per_token, capacity, parse_memory, read_shape, shape_of
@@ -60,7 +60,8 @@ def test_side_bytes_are_those_of_the_store(name, storage_bytes):
         bands=band_map(rotary),
         storage_dtype={2: torch.bfloat16, 4: torch.float32}[storage_bytes],
     )
-    assert store.nbytes == 5 * (side_bytes_per_token(quantizer, rotary, 2, 2, storage_bytes) - ROW_ID)
+    per_head = side_bytes_per_head(quantizer, rotary, 80, storage_bytes)
+    assert store.nbytes == 5 * (side_bytes_per_token(per_head, 2, 2) - ROW_ID)
 
 
 def test_a_metered_pool_pays_for_its_witnesses():

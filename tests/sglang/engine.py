@@ -136,5 +136,5 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("hs,shd->hd", weights, v), weights
 
 
-def gated(name: str, kind: str = "certified", **gate: Any) -> Engine:
-    return Engine(name, gate={"kind": kind, "block_size": 4, **gate})
+def gated(name: str, kind: str = "certified", meter: dict[str, Any] | None = None, **gate: Any) -> Engine:
+    return Engine(name, meter=meter or {}, gate={"kind": kind, "block_size": 4, **gate})

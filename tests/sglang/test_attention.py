@@ -21,7 +21,16 @@ BLACK_BOX = ("none", "fp8_e4m3_cast", "int8_token_group", "int4_token_group", "i
 @pytest.mark.parametrize("name", [*BLACK_BOX, "int8_dither", "int8_dither_w"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_decode_is_bounded(name: str, dtype: torch.dtype) -> None:
-    engine = Engine(name, dtype)
+    check_decode(name, Engine(name, dtype), dtype)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_cast", "int4_token_group", "int2_token_group"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_decode_is_bounded_with_a_sketch(name: str, dtype: torch.dtype) -> None:
+    check_decode(name, Engine(name, dtype, meter={"sketch_bits": 4}), dtype)
+
+
+def check_decode(name: str, engine: Engine, dtype: torch.dtype) -> None:
     engine.step([7, 31], ForwardMode.EXTEND)
     step, queries, outputs = engine.step([1, 1], ForwardMode.DECODE)
     assert [row.position for row in step.rows] == [7, 31]

@@ -14,6 +14,17 @@ from witcert_core.gates import CellStatus
 pytestmark = pytest.mark.sglang
 
 
+def test_a_sketch_spares_blocks() -> None:
+    repaired = {}
+    for bits in (0, 4):
+        engine = gated("int4_token_group", meter={"sketch_bits": bits}, target="tv")
+        engine.step([17, 31], ForwardMode.EXTEND)
+        step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
+        repaired[bits] = sum(outcome.repaired_blocks for outcome in step.verdicts)
+        assert all((cells.tv_audit <= cells.meter).all() for cells in step.layers.values())
+    assert 0 < repaired[4] < 0.5 * repaired[0]
+
+
 @pytest.mark.parametrize("name", ["fp8_e4m3_cast", "int4_token_group", "int2_token_group", "int8_dither"])
 def test_a_certified_step_serves_what_it_certified(name: str) -> None:
     """Every cell ends within both targets, and the output that goes on is attention over the repaired cache."""
@@ -105,7 +116,9 @@ def test_the_ranking_gate_touches_saturated_cells_only() -> None:
 def test_gated_measurements_equal_ungated_ones_where_nothing_was_repaired() -> None:
     steps = []
     for build in (Engine, gated):
-        sections = {} if build is Engine else {"tau": 1.0, "target": "tv"}
+        sections = {"meter": {"sketch_bits": 4}}
+        if build is gated:
+            sections |= {"tau": 1.0, "target": "tv"}
         engine = build("int8_token_group", **sections)  # seeds the generator
         engine.step([17, 31], ForwardMode.EXTEND)
         steps.append(engine.step([1, 1], ForwardMode.DECODE)[0])

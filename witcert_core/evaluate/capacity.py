@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from witcert_core.capacity import packed_bytes_per_token, side_bytes_per_token
+from witcert_core.capacity import packed_bytes_per_token, side_bytes_per_head, side_bytes_per_token
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.hooks import quantizer_registry
 from witcert_core.layout import KVLayout
@@ -133,7 +133,8 @@ def bytes_per_token(layout: str, shape: ModelShape, tensor_parallel: int = 1) ->
         return packed_bytes_per_token(packed, heads, shape.num_layers)
     if name == "metered" and argument:
         rotary = RotarySpec(shape.head_dim, rotary_dim=shape.rotary_dim)
-        side = side_bytes_per_token(quantizer_registry().get(argument), rotary, heads, shape.num_layers, 2)
+        per_head = side_bytes_per_head(quantizer_registry().get(argument), rotary, shape.v_head_dim, 2)
+        side = side_bytes_per_token(per_head, heads, shape.num_layers)
         return _plain_bytes(quantizer_registry().get("none"), shape, heads) + side
     raise InputError(
         f"layout is {layout!r}; allowed are fp16, fp8, int8_dither, int8_dither_w, bypass:PAIRS and metered:QUANTIZER"

@@ -30,6 +30,13 @@ class PlacedRadii:
         radius = self.inner.value_radius(self.slots[slots])
         return radius if self.exact is None else radius.masked_fill(self.exact[slots, None], 0.0)
 
+    def residuals(self, slots: Tensor) -> tuple[Tensor, Tensor] | None:
+        found = self.inner.residuals(self.slots[slots])
+        if found is None or self.exact is None:
+            return found
+        exact = self.exact[slots, None, None]
+        return found[0].masked_fill(exact, 0.0), found[1].masked_fill(exact, 0.0)
+
 
 @dataclass(frozen=True)
 class Gathered:

@@ -40,6 +40,7 @@ class SimulatedCache:
             bands=band_map(geometry.rotary),
             storage_dtype=geometry.pool_dtype,
             keep_exact=policy.meter.audit_every > 0,
+            sketch_bits=policy.sketch_bits,
             device=geometry.device,
         )
         self.shadow = shadow_store(policy, geometry) if policy.repairs else None

@@ -135,7 +135,7 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
 
 def coverage(config: Any, policy: Policy) -> Iterator[Finding]:
     """Cells and bytes of what is metered, and a reason for everything that is not."""
-    from witcert_sglang.memory import packed_bytes_per_head, side_bytes_per_head
+    from witcert_sglang.memory import packed_layout, side_bytes_per_head
 
     layers = range(config.num_hidden_layers)
     metered, quantized = policy.meter.layers_of(layers), policy.quantizer.layers_of(layers)
@@ -149,10 +149,10 @@ def coverage(config: Any, policy: Policy) -> Iterator[Finding]:
     all_heads, quantizer = kv_heads * len(layers), policy.build_quantizer()
     exact = format_bytes(2 * config.head_dim * config.dtype.itemsize * all_heads)
     if policy.quantizer.storage == "packed":
-        packed = format_bytes(packed_bytes_per_head(quantizer, config.head_dim) * all_heads)
+        packed = format_bytes(packed_layout(quantizer, config.head_dim).bytes_per_token_head * all_heads)
         yield Finding("ok", "memory", f"{packed} a token, witnesses included, instead of {exact}")
     else:
-        side = format_bytes(side_bytes_per_head(quantizer, config, config.dtype.itemsize) * all_heads)
+        side = format_bytes(side_bytes_per_head(policy, config, config.dtype.itemsize) * all_heads)
         yield Finding("ok", "memory", f"{side} of witnesses a token beside {exact} of keys and values")
     for kept, why in (
         (sorted(set(layers) - set(metered)), "left out by meter.layers"),

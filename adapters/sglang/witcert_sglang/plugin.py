@@ -146,7 +146,7 @@ class Installation:
         """Count the witnesses and row ids as bytes of a token, so that they are taken off the capacity."""
         if self.policy.quantizer.storage == "packed":
             return packed_bytes_per_token(self.quantizer, kvc, num_layers)
-        return result + side_bytes_per_token(self.quantizer, kvc, num_layers)
+        return result + side_bytes_per_token(self.policy, kvc, num_layers)
 
     def around_forward(
         self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
