@@ -1,5 +1,6 @@
 # make demo   a metered SGLang server on this machine's CPU, in a few minutes
 # make test   the whole test suite
+# make soak   half an hour of load on real servers (SOAK_SECONDS=1800)
 #
 # Two environments under .envs, made on first use and kept: the engines' pins exclude each other.
 #   PYTHON=python3.11     the interpreter they are made with
@@ -15,6 +16,7 @@ CORE := $(ENVS)/core/bin
 SGLANG := $(ENVS)/sglang/bin
 ADAPTER := adapters/sglang
 PIP := -m pip install --disable-pip-version-check
+SOAK_SECONDS ?= 1800
 SOURCES := pyproject.toml demo/pyproject.toml $(ADAPTER)/pyproject.toml
 
 export SGLANG_USE_CPU_ENGINE := 1
@@ -22,7 +24,7 @@ export HF_HUB_OFFLINE := 1
 # Small tensors: a second thread costs more than it gives, and spins while another process needs the core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-full lint lean test-core test-kernels test-eval test-sglang static envs clean
+.PHONY: demo test test-full lint lean test-core test-kernels test-eval test-sglang soak bench-sglang static envs clean
 
 demo: $(ENVS)/sglang/.ready
 	@$(SGLANG)/python -m witcert_demo
@@ -57,6 +59,13 @@ static: $(ENVS)/sglang/.ready
 test-sglang: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m pytest tests/sglang
 	$(SGLANG)/python -m pytest tests/demo -k hugging_face
+
+soak: $(ENVS)/sglang/.ready
+	$(SGLANG)/python bench/sglang/soak.py --seconds $(SOAK_SECONDS)
+
+# Capacity, speed, accuracy and repairs in SGLang on this CPU; writes bench/sglang/results.md. About 25 minutes.
+bench-sglang: $(ENVS)/sglang/.ready
+	$(SGLANG)/python bench/sglang/bench.py
 
 envs: $(ENVS)/core/.ready $(ENVS)/sglang/.ready
 
