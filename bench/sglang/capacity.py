@@ -1,0 +1,42 @@
+"""Tokens that SGLang itself says it holds, per byte it says they take, against a bfloat16 cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from witcert_demo.servers import running_server
+
+from witcert_core.layout import KVLayout
+
+SIZES = re.compile(r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB")
+
+
+def tokens_per_gb(model: Path, work: Path, name: str, policy: dict[str, Any] | None, dtype: str) -> dict[str, Any]:
+    path = None
+    if policy is not None:
+        path = work / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({"version": 1, **policy}))
+    options = ["--dtype", "bfloat16", "--kv-cache-dtype", dtype, "--mem-fraction-static", "0.15"]
+    options += ["--max-total-tokens", "100000000"]
+    with running_server(model, policy=path, log=work / f"{name}.log", options=options) as server:
+        with server.client() as client:
+            tokens = client.get("/server_info").raise_for_status().json()["max_total_num_tokens"]
+        found = SIZES.search(server.log_text())
+    if found is None or int(found[1]) != tokens:
+        raise RuntimeError(f"{work / name}.log says {found}, the server {tokens} tokens")
+    gigabytes = float(found[2]) + float(found[3])
+    return {"tokens": tokens, "gb": gigabytes, "tokens_per_gb": tokens / gigabytes}
+
+
+def measure(model: Path, work: Path) -> list[dict[str, Any]]:
+    """One row a cache; `ratio` against bfloat16, `by_layout` what the bytes say."""
+    rows = [{"cache": "bf16", "by_layout": 1.0, **tokens_per_gb(model, work, "bf16", None, "bf16")}]
+    for name in ("int8_dither", "int8_dither_w"):
+        policy = {"quantizer": {"name": name, "storage": "packed"}}
+        layout = KVLayout(128, stored_witness=name.endswith("_w"))
+        found = tokens_per_gb(model, work, name, policy, "auto")
+        rows.append({"cache": f"{name}, packed", "by_layout": layout.capacity_ratio(), **found})
+    return [{**row, "ratio": row["tokens_per_gb"] / rows[0]["tokens_per_gb"]} for row in rows]
