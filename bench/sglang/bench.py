@@ -59,11 +59,11 @@ def main(only: list[str], per_task: int, num_tokens: int, out: Path) -> int:
         for name, measure in sections(Path(scratch), per_task, num_tokens).items():
             if only and name not in only:
                 continue
-            begun = time.monotonic()
+            begun, asked = time.monotonic(), f"--per-task {per_task} --num-tokens {num_tokens}"
             rows = measure()
             results[name] = {
                 "rows": rows,
-                "command": f"python bench/sglang/bench.py --only {name} --per-task {per_task} --num-tokens {num_tokens}",
+                "command": f"python bench/sglang/bench.py --only {name} {asked}",
                 "date": datetime.date.today().isoformat(),
                 "minutes": round((time.monotonic() - begun) / 60, 1),
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores, PyTorch {torch.__version__}",

@@ -37,7 +37,7 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, Callable[[Row], str]]]]] = {
         ],
     ),
     "speed": (
-        "Generated tokens a second (4 clients, prompts of 256, 64 new tokens, random weights, float32), servers in turn",
+        "Generated tokens a second (4 clients, prompts of 256, 64 new tokens, random weights, float32)",
         [
             ("policy", lambda r: r["policy"]),
             ("tokens/s", lambda r: f"{r['tokens_per_second']:.1f}"),
