@@ -150,16 +150,34 @@ def stack_terms(rows: Sequence[Terms], num_rows: int, cells: int, device: torch.
     return Terms(*(torch.stack([getattr(row, f.name) for row in rows]) for f in fields(Terms)))
 
 
-def bounds_of(terms: Terms, form: str, has_sink: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Bound on TV in [0, 1], int64 index of the deciding form, absolute output bound; each ``[...]``."""
+@dataclass(frozen=True)
+class Bounds:
+    """Of cells ``[...]``: ``floor <= TV <= meter`` in [0, 1], the deciding form's index, ``||o - o~|| <= out``."""
+
+    meter: Tensor
+    floor: Tensor
+    form: Tensor
+    out: Tensor
+
+
+def bounds_of(terms: Terms, form: str, has_sink: bool) -> Bounds:
+    """What the terms of cells say.
+
+    With p^ the weights of the corrected cache, p~ of the stored one: ``TV(p^, p~)`` is known, so TV is within
+    ``TV(p, p^)``, which is bounded, and the engine's own arithmetic of it, on either side.
+    """
     if form == "auto":
         tv, which = meter(terms.acc)
     else:
         tv = (terms.swept if form == "extremal" else FORMS[form](terms.acc)).clamp(max=1.0)
         which = torch.full_like(tv, FORM_NAMES.index(form), dtype=torch.int64)
     out = output_bound(terms.acc, tv, terms.centre_norm, has_sink, terms.extra) + terms.out_shift
-    total = (tv + terms.extra + terms.shift).clamp(max=1.0).nan_to_num(nan=1.0)
-    return total, which, out.nan_to_num(nan=float("inf"), posinf=float("inf"))
+    apart = tv + terms.extra
+    above = (terms.shift + apart).clamp(max=1.0).nan_to_num(nan=1.0)
+    # `shift` was rounded up twice, by its factor and its summand.
+    below = terms.shift * (1.0 - 4.0 * (SHIFT_UP - 1.0)) - 2.0 * SHIFT_LEAST - apart
+    out = out.nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return Bounds(above, below.clamp(min=0.0).nan_to_num(nan=0.0), which, out)
 
 
 def weighted_values(weights: Tensor, v: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class CellBatch:
         num_visible: ``[R]`` int64, tokens seen.
         tv_audit: ``[R, H]`` true TV where audited and NaN elsewhere, or ``None`` when no row was.
         delta_loc: ``[R]`` float64 failure probability spent per cell, 0 for tier W.
+        floor: ``[R, H]`` TV is at least this; 0 where the residuals have no sketch.
     """
 
     acc: Tensor
@@ -44,6 +45,7 @@ class CellBatch:
     num_visible: Tensor
     tv_audit: Tensor | None
     delta_loc: Tensor
+    floor: Tensor
 
 
 class Radii(Protocol):
@@ -171,17 +173,18 @@ def cell_batch(
     terms: Terms, form: str, has_sink: bool, num_visible: Tensor, tv_audit: Tensor | None, delta_loc: Tensor
 ) -> CellBatch:
     """Bounds of the cells whose terms ``[R, H, ...]`` are given; the other fields as in :class:`CellBatch`."""
-    meter, which, out = bounds_of(terms, form, has_sink)
+    bounds = bounds_of(terms, form, has_sink)
     return CellBatch(
         acc=terms.acc,
-        meter=meter,
-        form=which,
+        meter=bounds.meter,
+        form=bounds.form,
         log_a=terms.acc[..., AccField.LOG_A].clone(),
-        out_bound=out,
+        out_bound=bounds.out,
         out_norm=terms.norm,
         num_visible=num_visible,
         tv_audit=tv_audit,
         delta_loc=delta_loc,
+        floor=bounds.floor,
     )
 
 

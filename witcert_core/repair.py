@@ -137,16 +137,16 @@ class BlockRepairer:
         while True:
             now = group.evaluate(rows.delta_loc)
             terms = now.terms
-            meter, _, out = bounds_of(terms, self.form, call.sinks is not None)
-            first = meter if first is None else first
+            bounds = bounds_of(terms, self.form, call.sinks is not None)
+            first = bounds.meter if first is None else first
             exact = group.side.is_exact(rows.slots)
             num_blocks = -(-rows.slots.numel() // self.block_size)
             block_of = torch.arange(rows.slots.numel()) // self.block_size
             left = None if self.max_pagein_bytes is None else self.max_pagein_bytes - self._moved[rows.request_id]
             state = GateState(
-                meter=meter,
+                meter=bounds.meter,
                 log_a=terms.acc[:, AccField.LOG_A],
-                out_rel=relative_output_bound(out, terms.norm),
+                out_rel=relative_output_bound(bounds.out, terms.norm),
                 first_meter=first,
                 block_risk=block_risk(now.weights, now.radius, block_of, num_blocks, now.known),
                 repaired=_all_of(exact, block_of, num_blocks),

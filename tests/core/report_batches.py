@@ -23,6 +23,7 @@ def batch(
     log_a: float | Tensor = 0.5,
     out_bound: float | Tensor = 0.25,
     out_norm: float | Tensor = 1.0,
+    floor: float | Tensor = 0.0,
 ) -> CellBatch:
     """A CellBatch with these meters [R, H]; scalars are spread over all cells."""
     meters = torch.as_tensor(meter, dtype=torch.float64)
@@ -41,4 +42,5 @@ def batch(
         num_visible=torch.full((meters.shape[0],), 9),
         tv_audit=None if tv is None else torch.as_tensor(tv, dtype=torch.float64),
         delta_loc=torch.full((meters.shape[0],), delta_loc, dtype=torch.float64),
+        floor=spread(floor),
     )

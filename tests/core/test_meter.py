@@ -316,4 +316,4 @@ def test_float16_weights_too_small_to_hold_are_covered():
     omega = torch.full_like(z, SOFTMAX_FP32 + CAST_16BIT)
     for dtype, covered in ((torch.float16, True), (torch.float32, False)):
         terms = sum_terms(z, zero, omega, v, rho, underflow=weight_underflow(count, dtype))
-        assert bool(bounds_of(terms, "auto", False)[0] >= lost) is covered
+        assert bool(bounds_of(terms, "auto", False).meter >= lost) is covered

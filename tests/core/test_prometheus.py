@@ -27,7 +27,8 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 def test_metrics_follow_the_ledger() -> None:
     registry = CollectorRegistry()
     book = RequestLedger(make_policy(), "sglang", 2, 2, metrics=Metrics(registry), layers_excluded={1: "why"})
-    made = batch([[0.1, 0.3], [1.0, 0.2]], tv=[[0.05, 0.4], [math.nan, math.nan]])
+    floor = torch.tensor([[0.0, 0.0], [0.5, 0.0]])
+    made = batch([[0.1, 0.3], [1.0, 0.2]], tv=[[0.05, 0.4], [math.nan, math.nan]], floor=floor)
     book.observe("r", 0, 1, 0, made, 0)
     book.observe("r", 0, 2, 1, made, 1)
     book.count_unknown("r", 3, "stride")
@@ -36,6 +37,7 @@ def test_metrics_follow_the_ledger() -> None:
     # 3 unmeasured rows of 2 layers and 2 heads, and the excluded layer of 2 measured rows
     assert value(registry, "witcert_cells_total", status="unknown", **QUANTIZER) == 3 * 4 + 2 * 2
     assert value(registry, "witcert_cells_certified_total", **QUANTIZER) == 2
+    assert value(registry, "witcert_cells_damaged_total", **QUANTIZER) == 1
     assert value(registry, "witcert_rows_total", status="metered") == 2
     assert value(registry, "witcert_rows_total", status="unknown") == 3
     assert value(registry, "witcert_audited_cells_total", **QUANTIZER) == 2

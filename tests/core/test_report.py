@@ -122,6 +122,16 @@ def test_not_a_number_is_no_bound() -> None:
     assert "the bound says nothing about at least one cell" in render_sentence(s)
 
 
+def test_certain_damage_is_counted_and_a_floor_above_the_truth_is_a_violation() -> None:
+    book = ledger(1)
+    made = batch([[0.9, 0.4]], floor=torch.tensor([[0.5, 0.1]]), tv=[[0.6, 0.05]])
+    book.observe("r", 0, 1, 0, made, 0)
+    s = valid(book.summary("r"))
+    assert (s["damaged_cells"], s["floor_max"]) == (1, 0.5)
+    assert (s["audit"]["cells"], s["audit"]["violations"]) == (2, 1)
+    assert "1 are certainly damaged beyond it (by at least 0.5000 in the worst)" in render_sentence(s)
+
+
 @pytest.mark.parametrize(
     ("bound", "norm", "relative"),
     [(0.0, 0.0, 0.0), (0.0, 2.0, 0.0), (1.0, 0.0, "inf"), (math.inf, 2.0, "inf"), (1.0, NAN, "inf")],
@@ -262,6 +272,7 @@ def test_cell_records(cells: str, written: list[int], tmp_path: Path) -> None:
             "q_head": 9,
             "tier": "witness",
             "meter": 0.3,
+            "floor": 0.0,
             "form": "jensen",
             "log_a": "inf",
             "m": 0.75,

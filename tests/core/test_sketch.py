@@ -140,6 +140,8 @@ def test_the_bounds_hold(name: str, bits: int, cap: float, sink: bool) -> None:
             cells = cache.cells(logits_soft_cap=cap, sinks=sinks, form=form)
             tv, moved = cache.truth(cap, None if sinks is None else sinks.double())
             assert (tv <= cells.meter).all()
+            assert (cells.floor <= tv).all()
+            assert bits or not cells.floor.any()
             assert (moved <= cells.out_bound).all()
             served = cells.out_norm
             assert served.isfinite().all()
@@ -174,7 +176,16 @@ def test_no_direction_of_the_rest_breaks_the_bound(seed: int, bits: int, outlier
         exact = cache.stored["k"][:, head // G].double() - estimate[0][:, head // G] - worst * (1 - 1e-6)
         p = torch.softmax(exact @ q * SCALE, -1)
         served = torch.softmax(cache.stored["k"][:, head // G].double() @ q * SCALE, -1)
-        assert float((p - served).abs().sum() / 2) <= float(cache.cells().meter[row, head])
+        tv, cells = float((p - served).abs().sum() / 2), cache.cells()
+        assert float(cells.floor[row, head]) <= tv <= float(cells.meter[row, head])
+
+
+def test_certain_damage_is_told_from_a_loose_bound() -> None:
+    cache = Cache("int2_token_group", 8)
+    cells, (tv, _) = cache.cells(), cache.truth()
+    assert (tv > 0.3).any()
+    assert (cells.floor > 0.8 * tv - 0.02).all()
+    assert (cells.meter - cells.floor < 0.4 * tv + 0.02).all()
 
 
 def test_an_exact_slot_has_no_estimate_and_an_unknown_one_no_bound() -> None:

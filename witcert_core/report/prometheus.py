@@ -48,6 +48,9 @@ class Metrics:
         self._certified = counter(
             "witcert_cells_certified", "Measured cells with a bound of at most gate.tau", "quantizer"
         )
+        self._damaged = counter(
+            "witcert_cells_damaged", "Measured cells whose total variation is certainly above gate.tau", "quantizer"
+        )
         self._rows = counter("witcert_rows", "Query rows, metered or unknown", "status")
         self._audited = counter("witcert_audited_cells", "Cells compared with their true value", "quantizer")
         self._violations = counter(
@@ -57,7 +60,7 @@ class Metrics:
 
     def announce(self, quantizer: str) -> None:
         """Show every counter at 0, so that an absent violation is a 0 and not a missing series."""
-        for family in (self._certified, self._audited, self._violations, self._requests):
+        for family in (self._certified, self._damaged, self._audited, self._violations, self._requests):
             family.labels(quantizer)
         for status in ("measured", "unknown"):
             self._cells.labels(status, quantizer)
@@ -69,6 +72,7 @@ class Metrics:
         _observe_many(self._cell_meter.labels(quantizer), seen.meter, self._edges)
         self._cells.labels("measured", quantizer).inc(seen.meter.numel())
         self._certified.labels(quantizer).inc(seen.certified)
+        self._damaged.labels(quantizer).inc(seen.damaged)
         if seen.new_row:
             self._rows.labels("metered").inc()
         if seen.audited:

@@ -45,10 +45,10 @@ class AuditCounts:
     gap_max: float | None = None
     gap_sum: float = 0.0
 
-    def add(self, meter: Tensor, tv: Tensor) -> tuple[int, int]:
-        """Count [A] audited cells; returns how many there were and how many exceeded their bound."""
+    def add(self, meter: Tensor, tv: Tensor, floor: Tensor) -> tuple[int, int]:
+        """Count [A] audited cells; returns how many there were and how many broke their bound, above or below."""
         gap = meter - tv
-        violations = int((tv > meter).sum())
+        violations = int(((tv > meter) | (tv < floor)).sum())
         self.cells += tv.numel()
         self.violations += violations
         self.tv_max = max(float(tv.max()), self.tv_max if self.tv_max is not None else -math.inf)
@@ -86,6 +86,7 @@ class Observed:
 
     meter: Tensor
     certified: int
+    damaged: int
     audited: int
     violations: int
     new_row: bool
@@ -102,6 +103,8 @@ class RequestState:
     unknown_rows: int = 0
     cells_measured: int = 0
     certified_cells: int = 0
+    damaged_cells: int = 0
+    floor_max: float = 0.0
     worst: WorstCell | None = None
     log_a_max: float = -math.inf
     out_bound_rel_max: float = 0.0
@@ -133,6 +136,10 @@ class RequestState:
         certified = int((meter <= tau).sum())
         self.cells_measured += meter.numel()
         self.certified_cells += certified
+        floor = cells.floor[row].detach().to("cpu", torch.float64)
+        damaged = int((floor > tau).sum())
+        self.damaged_cells += damaged
+        self.floor_max = max(self.floor_max, float(floor.max()))
         self._certified_by_layer[layer] += certified
         higher = meter > self._worst[layer]
         self._worst[layer] = torch.where(higher, meter, self._worst[layer])
@@ -151,8 +158,8 @@ class RequestState:
         self._rows_by_layer[layer] += 1
         new_row = self._rows_by_layer[layer] > self.rows_metered
         self.rows_metered += new_row
-        audited, violations = self._audit(meter, cells, row)
-        return Observed(meter, certified, audited, violations, new_row)
+        audited, violations = self._audit(meter, floor, cells, row)
+        return Observed(meter, certified, damaged, audited, violations, new_row)
 
     def observe_beside(self, cells: CellBatch, row: int, tau: float) -> None:
         """Count the deterministic bounds of a row whose meter used the dither law."""
@@ -184,14 +191,14 @@ class RequestState:
             for layer, rows in enumerate(self._rows_by_layer)
         ]
 
-    def _audit(self, meter: Tensor, cells: CellBatch, row: int) -> tuple[int, int]:
+    def _audit(self, meter: Tensor, floor: Tensor, cells: CellBatch, row: int) -> tuple[int, int]:
         if cells.tv_audit is None:
             return 0, 0
         tv = cells.tv_audit[row].to("cpu", torch.float64)
         audited = ~tv.isnan()
         if not bool(audited.any()):
             return 0, 0
-        return self.audit.add(meter[audited], tv[audited])
+        return self.audit.add(meter[audited], tv[audited], floor[audited])
 
 
 def _meters(cells: CellBatch, row: int) -> Tensor:

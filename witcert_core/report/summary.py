@@ -212,6 +212,8 @@ class RequestLedger:
             "unknown_reasons": unknown,
             "certified_cells": state.certified_cells,
             "certified_share": state.certified_cells / measured if measured else None,
+            "damaged_cells": state.damaged_cells,
+            "floor_max": state.floor_max if measured else None,
             "worst": None
             if worst is None
             else {

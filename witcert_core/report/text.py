@@ -32,6 +32,7 @@ def render_sentence(summary: Mapping[str, Any]) -> str:
         f"{measured} of {measured + unknown} cells were measured"
         + (f", the other {unknown} are unknown{_why(summary['unknown_reasons'])}" if unknown else ""),
         f"{percent_down(summary['certified_share'])} of the measured ones are certified at tau {tau:g}",
+        *_damage(summary),
         *_audit(summary["audit"]),
         *_gate(summary["gate"]),
         summary["claim"],
@@ -103,6 +104,13 @@ def _violations(audit: Mapping[str, Any]) -> str:
         return ""
     cells = f"{audit['violations']} of {audit['cells']} audited cells"
     return f"BOUND VIOLATED in {cells}, do not trust this meter: "
+
+
+def _damage(summary: Mapping[str, Any]) -> list[str]:
+    if not summary["damaged_cells"]:
+        return []
+    least = math.floor(summary["floor_max"] * 10**4) / 10**4
+    return [f"{summary['damaged_cells']} are certainly damaged beyond it (by at least {least:.4f} in the worst)"]
 
 
 def _audit(audit: Mapping[str, Any]) -> list[str]:
