@@ -18,12 +18,12 @@ from witcert_core.dither import DitherKey
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
-from witcert_core.report.jsonl import JsonlWriter
 from witcert_core.report.prometheus import Metrics
 from witcert_core.report.summary import RequestLedger
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.ledger import make_ledger
 from witcert_core.serving.ranks import Ranks
 from witcert_core.serving.rows import RequestPass, RowPlan, RowPlanner
 from witcert_core.serving.step import StepCells
@@ -57,6 +57,7 @@ class Runtime:
     """State of the metered process; built once the engine's pool exists.
 
     engine: its name in reports. make_cache builds the cache around the quantizer and dither rows of this runtime.
+    keeps_ledger: false where tokens are committed in another process, which then keeps it (`make_ledger`).
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class Runtime:
         make_cache: Callable[[Encoder], Cache],
         metrics: Metrics | None,
         ranks: Ranks | None = None,
+        *,
+        keeps_ledger: bool = True,
     ) -> None:
         self.policy = policy
         self.quantizer = quantizer
@@ -90,17 +93,9 @@ class Runtime:
             num_qo_heads=geometry.total_qo_heads,
             declared_rows=meter.declared_rows,
         )
-        self.ledger = RequestLedger(
-            policy,
-            engine=engine,
-            num_layers=len(geometry.layers),
-            num_qo_heads=geometry.total_qo_heads,
-            layers_excluded={
-                layer: "left out by meter.layers" for layer in geometry.layers if layer not in self.metered_layers
-            },
-            jsonl=JsonlWriter(policy.report.jsonl) if policy.report.jsonl and self.ranks.reports else None,
-            metrics=metrics if self.ranks.reports else None,
-        )
+        self.ledger: RequestLedger | None = None
+        if self.ranks.reports and keeps_ledger:
+            self.ledger = make_ledger(engine, policy, geometry.layers, geometry.total_qo_heads, metrics)
         # The nonce makes the rows of two runs differ; it need not be remembered, the codes die with the pool.
         nonce = self.ranks.from_root(secrets.randbits(63))
         self.row_ids = torch.zeros(geometry.num_slots, dtype=torch.int64, device=geometry.device)  # 0: never written
@@ -158,10 +153,14 @@ class Runtime:
     # Requests ---------------------------------------------------------------------------------------------------
 
     def finish(self, request_id: str, reason: str) -> dict[str, Any]:
-        """The summary of a finished request (empty on ranks that do not report); its counts are forgotten."""
+        """The summary of a finished request (empty without a ledger here); its counts are forgotten."""
+        self.forget(request_id)
+        return {} if self.ledger is None else self.ledger.finish(request_id, reason)
+
+    def forget(self, request_id: str) -> None:
+        """Drop the running counts of a finished request."""
         self.planner.forget(request_id)
         self.cache.forget(request_id)
-        return self.ledger.finish(request_id, reason) if self.ranks.reports else {}
 
     def status(self) -> dict[str, Any]:
         """What is metered, for the start-up handshake, the banner and `/witcert/status`."""

@@ -1,0 +1,97 @@
+"""The metered attention backend: vLLM's own backend class with its implementation and metadata builder wrapped."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from witcert_vllm import process
+
+# The CPU kernel's layouts that `pool.CpuPool` can read; AMX tiles interleave pairs of channels.
+READABLE_ISA = ("vec", "vec16")
+
+
+@functools.cache
+def metered(base: type[Any]) -> type[Any]:
+    """A subclass of the backend class `base` whose layers hand every attention call of a real pass to the runtime."""
+    impl_base: Any = base.get_impl_cls()
+    builder_base: Any = base.get_builder_cls()
+    separate_write = not base.forward_includes_kv_cache_update
+
+    class Builder(builder_base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if getattr(self, "isa", None) == "amx":
+                self.isa = "vec"
+                self._set_isa_to_layers(self.layer_names)
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            process.begin_pass(common_attn_metadata)
+            return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+
+    class Impl(impl_base):  # type: ignore[misc]
+        witcert_metered = True
+
+        def do_kv_cache_update(
+            self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        ) -> None:
+            """Outside a pass vLLM's own; in one the write waits for `forward`, where what is written is decided."""
+            if not process.in_pass():
+                super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+        def forward(
+            self,
+            layer: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            attn_metadata: Any,
+            output: Tensor,
+            output_scale: Tensor | None = None,
+            output_block_scale: Tensor | None = None,
+        ) -> Tensor:
+            attend = super().forward
+            if attn_metadata is None or not process.in_pass():
+                return attend(
+                    layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+                )
+            runtime = process.runtime()
+            update = super().do_kv_cache_update if separate_write else None
+            slots = runtime.out_slots
+            count = slots.numel()
+
+            def run(own_k: Tensor | None, own_v: Tensor | None) -> Tensor:
+                k = key[:count] if own_k is None else own_k
+                v = value[:count] if own_v is None else own_v
+                if update is not None:
+                    update(layer, k, v, kv_cache, slots)
+                attend(layer, query, k, v, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+                return output[:count]
+
+            result = runtime.attend_layer(self, layer, query[:count], key, value, run)
+            if result.data_ptr() != output.data_ptr():
+                output[:count] = result.view_as(output[:count])
+            return output
+
+    class Metered(base):  # type: ignore[misc]
+        @staticmethod
+        def get_impl_cls() -> type[Any]:
+            return Impl
+
+        @staticmethod
+        def get_builder_cls() -> type[Any]:
+            return Builder
+
+    for cls, stock in ((Metered, base), (Impl, impl_base), (Builder, builder_base)):
+        cls.__name__ = cls.__qualname__ = f"Metered{stock.__name__}"
+    return Metered
+
+
+def sinks_of(impl: Any) -> Tensor | None:
+    """Learned sink logits [H] of an implementation, or None."""
+    sinks = getattr(impl, "sinks", None)
+    return sinks if isinstance(sinks, torch.Tensor) else None

@@ -1,0 +1,89 @@
+"""Turns the meter on in `VllmConfig`, and refuses what it cannot follow before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from vllm.config.kv_transfer import KVTransferConfig
+
+from witcert_core.errors import WitCertError
+from witcert_core.quantizers.conformance import check_quantizer
+from witcert_core.report.jsonl import JsonlWriter
+from witcert_vllm import support
+from witcert_vllm.plugin import Installation, current
+
+T = TypeVar("T")
+CONNECTOR = "WitCertConnector"
+_CONNECTOR_MODULE = "witcert_vllm.connector"
+
+
+def around_create_engine_config(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """`EngineArgs.create_engine_config` with the metered worker, scheduler and connector chosen."""
+    return refuse_on_error(_create, current(), original, args, *rest, **kwargs)
+
+
+def _create(
+    installation: Installation, original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any
+) -> Any:
+    policy = installation.policy
+    support.check_engine_args(args)
+    if not has_own(args.kv_transfer_config):
+        support.check_connector(args.kv_transfer_config, policy)
+        args.kv_transfer_config = with_connector(args.kv_transfer_config)
+    config = original(args, *rest, **kwargs)
+    support.check_config(config, policy)
+    model = config.model_config
+    check_quantizer(installation.quantizer, model.get_head_size())
+    layers = range(model.get_total_num_hidden_layers())
+    policy.quantizer.layers_of(layers)
+    policy.meter.layers_of(layers)
+    if policy.report.jsonl:
+        JsonlWriter(policy.report.jsonl).close()
+    parallel, scheduler = config.parallel_config, config.scheduler_config
+    parallel.worker_cls = support.WORKERS[parallel.worker_cls]
+    kind = "MeteredAsyncScheduler" if scheduler.async_scheduling else "MeteredScheduler"
+    scheduler.scheduler_cls = f"witcert_vllm.scheduler.{kind}"
+    return config
+
+
+def own_connector() -> dict[str, Any]:
+    """Our connector as `--kv-transfer-config` would name it."""
+    return {"kv_connector": CONNECTOR, "kv_connector_module_path": _CONNECTOR_MODULE, "kv_role": "kv_both"}
+
+
+def has_own(transfer_config: Any) -> bool:
+    """Whether our connector is there already (the config of one server may be made more than once)."""
+    return transfer_config is not None and bool(transfer_config.has_connector(CONNECTOR))
+
+
+def with_connector(transfer_config: Any) -> KVTransferConfig:
+    """Ours alone, or beside the user's under vLLM's `MultiConnector`; ours comes first and never offers tokens."""
+    if transfer_config is None or transfer_config.kv_connector is None:
+        return KVTransferConfig(**own_connector())
+    if transfer_config.kv_connector == "MultiConnector":
+        others = list(transfer_config.kv_connector_extra_config.get("connectors", []))
+    else:
+        others = [
+            {
+                "kv_connector": transfer_config.kv_connector,
+                "kv_connector_module_path": transfer_config.kv_connector_module_path,
+                "kv_role": transfer_config.kv_role,
+                "kv_connector_extra_config": transfer_config.kv_connector_extra_config,
+            }
+        ]
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role=transfer_config.kv_role,
+        engine_id=transfer_config.engine_id,
+        kv_load_failure_policy=transfer_config.kv_load_failure_policy,
+        kv_connector_extra_config={"connectors": [own_connector(), *others]},
+    )
+
+
+def refuse_on_error(check: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Run a check; its refusal becomes SystemExit with one line, which ends this process and so the server."""
+    try:
+        return check(*args, **kwargs)
+    except WitCertError as error:
+        raise SystemExit(f"witcert: {error}") from error

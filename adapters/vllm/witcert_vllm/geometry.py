@@ -1,0 +1,55 @@
+"""The shape of the cache this worker serves, read from vLLM's own objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.models.utils import extract_layer_index
+
+from witcert_core.rotary import RotarySpec
+from witcert_core.serving.geometry import Geometry
+
+
+def layer_ids(names: list[str]) -> dict[str, int]:
+    """Global layer ids by vLLM's layer names, e.g. `model.layers.3.self_attn.attn`."""
+    return {name: extract_layer_index(name) for name in names}
+
+
+def total_qo_heads(vllm_config: Any) -> int:
+    """Query heads of the whole model."""
+    parallel = vllm_config.parallel_config
+    heads: int = vllm_config.model_config.get_num_attention_heads(parallel) * parallel.tensor_parallel_size
+    return heads
+
+
+def read_geometry(vllm_config: Any, layers: dict[str, Any], num_slots: int, rank: int, num_ranks: int) -> Geometry:
+    """The geometry of `layers` (vLLM's `Attention` by name) on one of the tensor-parallel ranks."""
+    first = next(iter(layers.values()))
+    config = vllm_config.model_config
+    # Fewer KV heads than ranks: vLLM gives neighbouring ranks the same one.
+    total = config.get_total_num_kv_heads()
+    local = first.num_kv_heads
+    first_head = rank * local if total >= num_ranks else rank * total // num_ranks
+    return Geometry(
+        backend=first.attn_backend.get_name(),
+        total_qo_heads=total_qo_heads(vllm_config),
+        layers=tuple(sorted(layer_ids(list(layers)).values())),
+        num_qo_heads=first.num_heads,
+        num_kv_heads=local,
+        kv_head_ids=tuple(range(first_head, first_head + local)),
+        head_dim=first.head_size,
+        v_head_dim=first.head_size_v,
+        num_slots=num_slots,
+        pool_dtype=config.dtype,
+        rotary=RotarySpec(first.head_size, rotary_dim=rotary_dim(config.hf_text_config, first.head_size)),
+        device=first.kv_cache.device.type,
+    )
+
+
+def rotary_dim(hf_config: Any, head_dim: int) -> int | None:
+    """Channels the rotary embedding turns, None for all of them. A post-RoPE witness is sound whatever it is."""
+    parameters = getattr(hf_config, "rope_parameters", None) or {}
+    factor = getattr(hf_config, "partial_rotary_factor", None) or parameters.get("partial_rotary_factor")
+    if factor is None or factor >= 1:
+        return None
+    return int(head_dim * factor) // 2 * 2

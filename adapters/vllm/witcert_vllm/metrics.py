@@ -1,0 +1,101 @@
+"""Prometheus across processes: the scheduler counts, the API server shows.
+
+vLLM's engine core has no metrics registry; what it counts travels with the scheduler's statistics
+(`KVConnectorStats`, a plain dict) and is counted again where `/metrics` is served.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from witcert_core.report.prometheus import Metrics
+from witcert_core.report.state import Observed
+from witcert_vllm import http
+
+
+class CountedStats(KVConnectorStats):
+    """`data`: {"events": calls of `Metrics`, "summaries": finished requests}; each step has its own."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for key, more in other.data.items():
+            self.data.setdefault(key, []).extend(more)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Nothing for the periodic log line: `/metrics` has it all."""
+        return {}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class Recorder(Metrics):
+    """`Metrics` that keeps its calls for another process."""
+
+    def __init__(self) -> None:
+        self.events: list[list[Any]] = []
+
+    def announce(self, quantizer: str) -> None:
+        self.events.append(["announce", quantizer])
+
+    def cells_measured(self, quantizer: str, seen: Observed) -> None:
+        values = [seen.meter.tolist(), seen.certified, seen.new_row, seen.audited, seen.violations]
+        self.events.append(["cells_measured", quantizer, *values])
+
+    def rows_unknown(self, rows: int) -> None:
+        self.events.append(["rows_unknown", rows])
+
+    def cells_unknown(self, quantizer: str, cells: int) -> None:
+        self.events.append(["cells_unknown", quantizer, cells])
+
+    def request_finished(self, quantizer: str, worst_meter: float | None) -> None:
+        self.events.append(["request_finished", quantizer, worst_meter])
+
+    def take(self) -> list[list[Any]]:
+        """The calls since the last time."""
+        events, self.events = self.events, []
+        return events
+
+
+def replay(metrics: Metrics, events: list[list[Any]]) -> None:
+    """Do the recorded calls."""
+    for name, *args in events:
+        if name == "cells_measured":
+            quantizer, meter, certified, new_row, audited, violations = args
+            seen = Observed(
+                meter=torch.tensor(meter, dtype=torch.float64),
+                certified=certified,
+                new_row=new_row,
+                audited=audited,
+                violations=violations,
+            )
+            metrics.cells_measured(quantizer, seen)
+        else:
+            getattr(metrics, name)(*args)
+
+
+_metrics: Metrics | None = None
+
+
+def process_metrics() -> Metrics:
+    """The metrics of this process; prometheus_client refuses the same names twice."""
+    global _metrics
+    if _metrics is None:
+        _metrics = Metrics()
+    return _metrics
+
+
+class Shown(KVConnectorPromMetrics):
+    """The API server's end."""
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        if events := transfer_stats_data.get("events"):
+            replay(process_metrics(), events)
+        for summary in transfer_stats_data.get("summaries", []):
+            http.STATE.keep(summary["request_id"], summary)

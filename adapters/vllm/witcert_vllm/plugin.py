@@ -1,0 +1,120 @@
+"""Installs the meter in one vLLM process: every function wrapped, in one table, and the backends overridden.
+
+vLLM has official places for most of it (attention backends, worker class, scheduler class, KV connector). They are
+chosen in `VllmConfig`, so one wrapped function, the one that makes that config, turns everything on; two more serve
+HTTP clients.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.policy import Policy, load_policy
+from witcert_core.quantizers.base import Quantizer
+from witcert_vllm import backends, support
+
+_MARK = "__witcert_original__"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The policy in force in this process."""
+
+    policy: Policy
+    quantizer: Quantizer
+
+
+_current: Installation | None = None
+
+
+def current() -> Installation:
+    """The installation of this process; UnsupportedError if the plugin was never loaded here."""
+    if _current is None:
+        raise UnsupportedError(
+            "the plugin was not loaded in this process (is VLLM_PLUGINS set without 'witcert' in it?), so nothing is "
+            "served; add witcert to VLLM_PLUGINS, or unset WITCERT_POLICY"
+        )
+    return _current
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A function of vLLM that is wrapped: `around(original, *args, **kwargs)` runs in its place.
+
+    parameters: the leading parameter names it had when this adapter was written; the version contract compares them.
+    """
+
+    target: str
+    around: Callable[..., Any]
+    parameters: tuple[str, ...]
+
+
+def wrapped_functions() -> list[Wrapped]:
+    """All of them."""
+    from witcert_vllm import config, http
+
+    return [
+        Wrapped(
+            "vllm.engine.arg_utils.EngineArgs.create_engine_config",
+            config.around_create_engine_config,
+            ("self", "usage_context"),
+        ),
+        Wrapped(
+            "vllm.entrypoints.launchers.api_server.entry.build_app",
+            http.around_build_app,
+            ("args", "supported_tasks", "model_config"),
+        ),
+        Wrapped(
+            "vllm.v1.engine.output_processor.OutputProcessor.process_outputs",
+            http.around_process_outputs,
+            ("self", "engine_core_outputs"),
+        ),
+    ]
+
+
+def wrap(item: Wrapped) -> None:
+    """Put the wrapper in place, once; UnsupportedError if vLLM has no such function."""
+    owner_name, _, name = item.target.rpartition(".")
+    owner = pkgutil.resolve_name(owner_name)
+    original = getattr(owner, name, None)
+    if original is None:
+        raise UnsupportedError(
+            f"vLLM has no {item.target}: this vLLM differs from the tested one; install the version that "
+            "docs/limits.md names, or unset WITCERT_POLICY to serve without a meter"
+        )
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return item.around(original, *args, **kwargs)
+
+    setattr(wrapper, _MARK, original)
+    setattr(owner, name, wrapper)
+
+
+def install(policy_path: str) -> None:
+    """Read the policy and put the meter into this process; called by `witcert_vllm.load`.
+
+    A second call reads the policy again; it holds for engines made afterwards.
+    """
+    global _current
+    support.check_version()
+    policy = load_policy(policy_path)
+    quantizer = policy.build_quantizer()
+    support.check_quantizer_kind(quantizer)
+    _current = Installation(policy, quantizer)
+    for name in support.BACKENDS:
+        member = AttentionBackendEnum[name]
+        if not member.get_path().startswith(backends.__name__):
+            backends.STOCK[name] = member.get_path()
+            register_backend(member, f"{backends.__name__}.{name}")
+    for item in wrapped_functions():
+        wrap(item)

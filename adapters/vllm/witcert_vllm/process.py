@@ -1,0 +1,59 @@
+"""What one worker process knows: its runtime, and whose pass is running.
+
+vLLM's attention metadata has no request ids. Both model runners know them just before they build it, so the worker
+leaves them here (`announce`) and the metadata builder takes them (`begin_pass`). Warm-up and profiling passes announce
+nothing and stay untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from witcert_core.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from witcert_core.serving.step import StepCells
+    from witcert_vllm.runtime import VllmRuntime
+
+_runtime: VllmRuntime | None = None
+_announced: list[str] | None = None
+
+
+def set_runtime(runtime: VllmRuntime | None) -> None:
+    """The runtime of the engine that was just built in this process."""
+    global _runtime, _announced
+    _runtime, _announced = runtime, None
+
+
+def runtime() -> VllmRuntime:
+    if _runtime is None:
+        raise UnsupportedError(
+            "a pass began before the meter was built in this worker, so nothing is served; "
+            "unset WITCERT_POLICY to serve without it"
+        )
+    return _runtime
+
+
+def in_pass() -> bool:
+    return _runtime is not None and _runtime.in_pass
+
+
+def announce(request_ids: Sequence[str]) -> None:
+    """The requests of the pass that is about to run, in the order of the batch."""
+    global _announced
+    _announced = list(request_ids)
+
+
+def begin_pass(metadata: Any) -> None:
+    """The pass's shapes are known (`CommonAttentionMetadata`)."""
+    global _announced
+    if _announced is None:
+        return
+    ids, _announced = _announced, None
+    runtime().begin_pass(ids, metadata)
+
+
+def end_pass() -> StepCells | None:
+    """The cells of the pass that has just run; None after a pass without requests."""
+    return runtime().end() if in_pass() else None

@@ -1,0 +1,113 @@
+"""vLLM's forward passes and attention calls as the runtime of the core takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.rows import RequestPass
+from witcert_core.serving.runtime import Runtime
+from witcert_vllm.attention import sinks_of
+
+
+class VllmRuntime(Runtime):
+    """The meter of one worker process; its ledger is the scheduler's (`connector.py`)."""
+
+    layer_ids: dict[str, int]
+    block_size: int
+    out_slots: Tensor
+    positions: Tensor
+    decodes_only: bool
+
+    def begin_pass(self, request_ids: Sequence[str], metadata: Any) -> None:
+        """A pass over `request_ids`, described by vLLM's `CommonAttentionMetadata`."""
+        if metadata.causal is not True or metadata.mm_req_doc_ranges is not None:
+            raise UnsupportedError("a pass attends bidirectionally, which the meter does not follow")
+        starts = metadata.query_start_loc_cpu[: len(request_ids) + 1].tolist()
+        requests = requests_of(request_ids, metadata, starts, self.block_size)
+        self.out_slots = metadata.slot_mapping[: starts[-1]].to(torch.int64)
+        new = torch.cat([r.slots[r.slots.numel() - r.new_tokens :] for r in requests])
+        if not torch.equal(new, self.out_slots):
+            raise UnsupportedError(
+                "the slots vLLM writes are not the last ones of its block tables, so the meter would read others; "
+                "install the vLLM version that docs/limits.md names, or unset WITCERT_POLICY"
+            )
+        self.positions = torch.cat(
+            [torch.arange(r.slots.numel() - r.new_tokens, r.slots.numel()) for r in requests]
+        ).to(self.out_slots.device)
+        prefilling = metadata.is_prefilling
+        self.decodes_only = not bool(prefilling[: len(request_ids)].any()) if prefilling is not None else False
+        self.begin(requests, self.out_slots)
+
+    def forget_blocks(self, blocks: Sequence[int]) -> None:
+        """Nothing is known any more of what these blocks hold: something else may write them."""
+        first = torch.tensor(list(blocks), dtype=torch.int64, device=self.row_ids.device) * self.block_size
+        inside = torch.arange(self.block_size, device=self.row_ids.device)
+        self.cache.overwritten((first[:, None] + inside).flatten())
+
+    def attend_layer(
+        self,
+        impl: Any,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        run: Callable[[Tensor | None, Tensor | None], Tensor],
+    ) -> Tensor:
+        """One call of an implementation's `forward`: query [N, H, D], key and value [>= N, Hkv, D]."""
+        if key is None or value is None:
+            raise UnsupportedError(
+                f"layer {layer.layer_name} attends without writing its own keys (shared KV): what is stored cannot be "
+                "metered; unset WITCERT_POLICY for this model"
+            )
+        g, count = self.geometry, query.shape[0]
+        # 0 or None: no cap. FLASH_ATTN keeps a window as the pair (left, right), others as a length, all -1 for none.
+        cap = getattr(impl, "logits_soft_cap", None) or 0.0
+        return self.attend(
+            AttentionCall(
+                layer=self.layer_ids[layer.layer_name],
+                q=query.reshape(count, g.num_qo_heads, g.head_dim),
+                # Exact is what a plain pool would have held: rounding to its dtype is not the quantizer's doing, and
+                # must come first, or the dither's radius would miss it.
+                exact_k=key[:count].reshape(count, g.num_kv_heads, g.head_dim).to(g.pool_dtype),
+                exact_v=value[:count].reshape(count, g.num_kv_heads, g.v_head_dim).to(g.pool_dtype),
+                slots=self.out_slots,
+                positions=self.positions,
+                sm_scale=float(impl.scale),
+                run=run,
+                reads_stored=self.decodes_only or self.policy.prefill_reads == "stored",
+                logits_soft_cap=float(cap),
+                window_left=window_left(layer),
+                sinks=sinks_of(impl),
+            )
+        )
+
+
+def window_left(layer: Any) -> int:
+    """Tokens a row sees before its own; -1 for all. vLLM's `sliding_window` counts the row's own token too."""
+    window = getattr(layer, "sliding_window", None)
+    return -1 if window is None or window <= 0 else int(window) - 1
+
+
+def requests_of(
+    request_ids: Sequence[str], metadata: Any, starts: Sequence[int], block_size: int
+) -> list[RequestPass]:
+    """The requests of a pass; `starts` [requests + 1] in the flat query tensor.
+
+    Block b holds the slots from b * block_size on.
+    """
+    lengths = metadata.seq_lens[: len(request_ids)].tolist()
+    tables = metadata.block_table_tensor[: len(request_ids)].to(torch.int64)
+    inside = torch.arange(block_size, device=tables.device)
+    passes = []
+    for i, rid in enumerate(request_ids):
+        length = int(lengths[i])
+        blocks = tables[i, : -(-length // block_size)]
+        slots = (blocks[:, None] * block_size + inside).flatten()[:length]
+        passes.append(RequestPass(rid, slots, starts[i + 1] - starts[i]))
+    return passes

@@ -1,0 +1,81 @@
+"""The metered schedulers: a pass's cells are counted before its finished requests are let go.
+
+vLLM tells connectors about a pass after its finished requests are gone, so the last row of each would be lost.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.serving.step import StepCells
+from witcert_vllm.connector import META_KEY, StepMetadata, WitCertConnector
+
+
+class MeteredSchedule(SchedulerInterface):
+    """What is added to vLLM's schedulers."""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
+        connector = own(self.connector)
+        step = step_of(model_runner_output.kv_connector_output)
+        aborted: list[Any] = []
+        if step is not None:
+            committed = [i for i, rid in enumerate(step.request_ids) if is_committed(self.requests.get(rid))]
+            gave_up = connector.commit(step, committed)
+            if gave_up:
+                aborted = self.finish_requests(gave_up.keys(), RequestStatus.FINISHED_ABORTED)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        for request in aborted:
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(last_word(request, connector))
+        return outputs
+
+
+def is_committed(request: Any) -> bool:
+    """Whether vLLM will keep what this pass computed for a request: not if it is gone, or was preempted meanwhile
+    with its output dropped."""
+    if request is None or request.is_finished():
+        return False
+    return not (request.num_stale_output_tokens > 0 and request.drop_stale_output)
+
+
+def last_word(request: Any, connector: WitCertConnector) -> EngineCoreOutput:
+    """The output that tells a client its request was aborted (`gate.on_exhausted: abort`)."""
+    summaries = [s for s in connector.finished if s["request_id"] == request.request_id]
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=FinishReason.ABORT,
+        stop_reason="witcert: not certified",
+        kv_transfer_params={META_KEY: summaries[-1]} if summaries else None,
+    )
+
+
+def own(connector: Any) -> WitCertConnector:
+    """Our half among the scheduler's connectors."""
+    for candidate in (connector, *getattr(connector, "sub_connectors", ())):
+        if isinstance(candidate, WitCertConnector):
+            return candidate
+    raise UnsupportedError("the scheduler has no WitCertConnector, so no result would reach a client")
+
+
+def step_of(connector_output: Any) -> StepCells | None:
+    """The cells a worker sent with its output, alone or under `MultiConnector`."""
+    metadata = getattr(connector_output, "kv_connector_worker_meta", None)
+    for candidate in (metadata, *getattr(metadata, "metadata", ())):
+        if isinstance(candidate, StepMetadata):
+            return candidate.step
+    return None
+
+
+class MeteredScheduler(MeteredSchedule, Scheduler):
+    """`scheduler_config.scheduler_cls` without asynchronous scheduling."""
+
+
+class MeteredAsyncScheduler(MeteredSchedule, AsyncScheduler):
+    """`scheduler_config.scheduler_cls` with it."""

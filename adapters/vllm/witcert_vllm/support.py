@@ -1,0 +1,202 @@
+"""What this adapter meters and what it refuses, by name.
+
+Every refusal is one line: what was asked for, why it cannot be metered, what to change. The same list for people is
+in docs/limits.md. What the engine's options say is checked before anything is started, what only the model's layers
+and their cache show in the worker, before the first request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.policy import Policy
+from witcert_core.quantizers.base import Quantizer
+
+VLLM_RANGE = SpecifierSet("==0.32.0")
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
+HEAD_DIMS = range(16, 257, 16)
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "witcert_vllm.cpu_worker.MeteredCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "witcert_vllm.gpu_worker.MeteredGPUWorker",
+}
+
+# Engine option -> (value that is fine, why the rest is refused).
+_REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
+    "pipeline_parallel_size": (1, "pipeline parallelism: layers of other ranks would be missing from the report"),
+    "data_parallel_size": (1, "data parallelism: requests of other replicas would be missing from the report"),
+    "decode_context_parallel_size": (1, "decode context parallelism: a rank sees a part of the tokens only"),
+    "prefill_context_parallel_size": (1, "prefill context parallelism: a rank sees a part of the tokens only"),
+    "speculative_config": (None, "speculative decoding: verified rows are not metered"),
+    "kv_offloading_size": (None, "KV offloading: it moves keys without their witnesses"),
+    "kv_sharing_fast_prefill": (False, "fast prefill over shared KV: its rows are not planned"),
+    "enable_dbo": (False, "dual-batch overlap: half-batches are not planned"),
+    "_api_process_count": (1, "several API servers: each would know a part of the requests only"),
+    "scheduler_cls": (None, "a scheduler class of your own: results are handed over by the metered one"),
+    "worker_cls": ("auto", "a worker class of your own: the meter lives in the metered one"),
+}
+
+
+def check_version() -> None:
+    """Raise UnsupportedError unless the installed vLLM is one this adapter was tested with."""
+    import vllm
+
+    installed = vllm.__version__
+    if not VLLM_RANGE.contains(installed, prereleases=True):
+        raise UnsupportedError(
+            f"vLLM {installed} is installed; witcert-vllm was tested with vLLM {VLLM_RANGE}: "
+            "install that version, or unset WITCERT_POLICY to serve without a meter"
+        )
+
+
+def check_quantizer_kind(quantizer: Quantizer) -> None:
+    """Raise UnsupportedError for a quantizer this adapter cannot feed."""
+    if quantizer.space != "post_rope" or quantizer.token_group != 1 or quantizer.state != "none":
+        raise UnsupportedError(
+            f"quantizer.name is {quantizer.name!r}, which needs {quantizer.space} keys, groups of "
+            f"{quantizer.token_group} token(s) and state {quantizer.state!r}: witcert-vllm takes stateless "
+            "post_rope quantizers of single tokens"
+        )
+
+
+def check_engine_args(args: Any) -> None:
+    """Raise UnsupportedError for options of vLLM's `EngineArgs` under which the meter would not see everything."""
+    for option, (allowed, why) in _REFUSED_OPTIONS.items():
+        value = getattr(args, option)
+        if value != allowed and (value or allowed):  # unset options are None or False
+            flag = "--" + option.removeprefix("_api_process_count").replace("_", "-")
+            flag = "--api-server-count" if option == "_api_process_count" else flag
+            raise UnsupportedError(f"{flag} {value}: {why}; use {allowed!r} or unset WITCERT_POLICY")
+
+
+def check_connector(transfer_config: Any, policy: Policy) -> None:
+    """Raise UnsupportedError for a KV connector beside which tokens would be read whose error nobody knows."""
+    if transfer_config is None:
+        return
+    name = transfer_config.kv_connector
+    if policy.quantizer.storage == "packed":
+        raise UnsupportedError(
+            f"--kv-transfer-config with {name}: it would carry packed pages without the dither rows they were written "
+            "with; set quantizer.storage to 'simulated' or leave the connector out"
+        )
+    if policy.repairs:
+        raise UnsupportedError(
+            f"--kv-transfer-config with {name} under a gate that repairs: blocks it loads have no exact copy to repair "
+            "from; set gate.kind to 'observe' or leave the connector out"
+        )
+
+
+def check_config(config: Any, policy: Policy) -> None:
+    """Raise UnsupportedError for a resolved `VllmConfig` the meter does not follow."""
+    check_model(config.model_config, config.device_config.device_type)
+    check_cache_dtype(config.cache_config.cache_dtype, config.model_config.dtype)
+    device = config.device_config.device_type
+    if policy.repairs and device != "cpu":
+        raise UnsupportedError(
+            f"a gate that repairs on device {device!r}: repairs have only been done on the CPU; "
+            "set gate.kind to 'observe'"
+        )
+    if policy.quantizer.storage == "packed":
+        raise UnsupportedError(
+            "quantizer.storage is 'packed', which witcert-vllm does not have yet; set it to 'simulated'"
+        )
+    if config.parallel_config.worker_cls not in WORKERS:
+        raise UnsupportedError(
+            f"worker class {config.parallel_config.worker_cls!r} is not metered; metered are vLLM's CPU and GPU workers"
+        )
+    if config.scheduler_config.scheduler_cls is not None:
+        raise UnsupportedError(
+            f"this model is scheduled by {config.scheduler_config.scheduler_cls!r}; metered are vLLM's own schedulers"
+        )
+
+
+def check_model(model: Any, device: str) -> None:
+    """Raise UnsupportedError for an architecture, head size or dtype the meter has no radii for."""
+    name = (getattr(model.hf_config, "architectures", None) or ["this model"])[0]
+    if model.use_mla:
+        raise UnsupportedError(
+            f"{name} uses multi-head latent attention (MLA): its cache holds latents, for which there is no witness yet"
+        )
+    if model.runner_type != "generate":
+        raise UnsupportedError(f"{name} does not generate text; metered are generating models")
+    if model.is_encoder_decoder:
+        raise UnsupportedError(f"{name} is an encoder-decoder model; metered are decoder-only models")
+    if model.is_hybrid or model.is_attention_free:
+        raise UnsupportedError(f"{name} has layers without a KV cache; metered are models of attention layers only")
+    if device != "cpu" and model.dtype == torch.float32:
+        raise UnsupportedError(
+            f"{name} in float32 on {device!r}: the engine multiplies in TF32 there, whose rounding no radius covers; "
+            "use --dtype bfloat16 or float16"
+        )
+    head_dim = model.get_head_size()
+    if head_dim not in HEAD_DIMS:
+        raise UnsupportedError(
+            f"{name} has head_dim {head_dim}; metered are multiples of 16 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+        )
+
+
+def check_cache_dtype(cache_dtype: str, model_dtype: torch.dtype) -> None:
+    """Raise UnsupportedError for a cache that rounds before the quantizer does."""
+    if cache_dtype in ("auto", str(model_dtype).removeprefix("torch.")):
+        return
+    if cache_dtype in ("float16", "bfloat16"):
+        raise UnsupportedError(
+            f"--kv-cache-dtype {cache_dtype} under a {str(model_dtype).removeprefix('torch.')} model: it would round "
+            "before the quantizer does; use --kv-cache-dtype auto"
+        )
+    raise UnsupportedError(
+        f"--kv-cache-dtype {cache_dtype}: the engine's own quantized cache is not metered yet; "
+        "use --kv-cache-dtype auto and a quantizer in the policy"
+    )
+
+
+def check_specs(specs: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for cache layers that are not one plain row a token (`KVCacheSpec` by layer name)."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    for name, spec in specs.items():
+        if type(spec) is not FullAttentionSpec:
+            raise UnsupportedError(
+                f"layer {name} keeps its cache as {type(spec).__name__}; metered is FullAttentionSpec "
+                "(every token of every layer stays in the cache)"
+            )
+
+
+def attention_layers(vllm_config: Any) -> dict[str, Any]:
+    """vLLM's attention layers by name, in order; UnsupportedError for one that does more than causal softmax."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.attention.backend import AttentionType
+
+    every = vllm_config.compilation_config.static_forward_context
+    layers = {name: layer for name, layer in every.items() if isinstance(layer, AttentionLayerBase)}
+    for name, layer in layers.items():
+        if type(layer) is not Attention:
+            raise UnsupportedError(f"layer {name} is a {type(layer).__name__}; metered is plain Attention")
+        impl = layer.impl
+        for odd, what in (
+            (not getattr(impl, "witcert_metered", False), f"backend {layer.attn_backend.__name__}, which is not wrapped"),
+            (layer.attn_type != AttentionType.DECODER, f"{layer.attn_type} attention"),
+            (layer.kv_sharing_target_layer_name is not None, "the cache of another layer"),
+            (getattr(impl, "alibi_slopes", None) is not None, "ALiBi in the logits"),
+            (getattr(impl, "chunk_lookback", -1) not in (-1, None), "chunked local attention"),
+            (layer.head_size != layer.head_size_v, "values wider or narrower than keys"),
+        ):
+            if odd:
+                raise UnsupportedError(f"attention layer {name} uses {what}, which the meter does not follow")
+    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()}
+    if len(shapes) != 1:
+        raise UnsupportedError(f"the model's layers have {len(shapes)} shapes of heads; metered are models with one")
+    return layers
+
+
+def unknown_runner(runner: Any) -> UnsupportedError:
+    """For a model runner that is neither V1 nor V2."""
+    return UnsupportedError(
+        f"model runner {type(runner).__name__} has no known place that names the requests of a pass; install the vLLM "
+        "version that docs/limits.md names, or unset WITCERT_POLICY to serve without a meter"
+    )

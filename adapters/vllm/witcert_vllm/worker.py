@@ -1,0 +1,117 @@
+"""The metered worker: vLLM's own worker class that builds the meter over its cache and names the requests of a pass."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.worker.worker_base import WorkerBase
+
+from witcert_core.serving.banner import banner
+from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.runtime import Cache
+from witcert_core.serving.simulated import SimulatedCache
+from witcert_vllm import process, support
+from witcert_vllm.geometry import layer_ids, read_geometry
+from witcert_vllm.plugin import Installation, current
+from witcert_vllm.pool import PagePool, check_layout, cpu_views, plain_views
+from witcert_vllm.ranks import tensor_ranks
+from witcert_vllm.runtime import VllmRuntime
+from witcert_vllm.sizes import side_bytes_per_token
+
+
+class MeteredWorker(WorkerBase):
+    """What is added to a worker class; `cpu_worker.py` and `gpu_worker.py` combine it with vLLM's."""
+
+    def init_device(self) -> None:
+        process.set_runtime(None)
+        super().init_device()
+        name_requests(self.model_runner)
+
+    def determine_available_memory(self) -> int:
+        """vLLM's figure less the share that witnesses and row ids will take."""
+        available: int = super().determine_available_memory()
+        specs = self.model_runner.get_kv_cache_spec()
+        support.check_specs(specs)
+        page = sum(spec.page_size_bytes / spec.block_size for spec in specs.values())
+        return int(available * page / (page + side_bytes_per_token(current(), self.vllm_config, specs)))
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        installation = current()
+        runtime = build_runtime(installation, self.vllm_config)
+        process.set_runtime(runtime)
+        if runtime.ranks.reports:
+            print(banner(runtime, metrics="/metrics"), file=sys.stderr, flush=True)
+
+    def witcert_status(self) -> dict[str, Any]:
+        """Called through `collective_rpc` for `/witcert/status`."""
+        return process.runtime().status()
+
+
+def name_requests(runner: Any) -> None:
+    """Let a model runner announce the requests of every real pass, in batch order, before it builds the metadata."""
+    if hasattr(runner, "_prepare_inputs"):  # model runner V1
+        wrap_method(runner, "_prepare_inputs", lambda _out, *_args, **_kw: process.announce(runner.input_batch.req_ids))
+    elif hasattr(runner, "prepare_attn"):  # model runner V2
+        wrap_method(runner, "prepare_attn", lambda _out, batch: process.announce(batch.req_ids))
+    else:
+        raise support.unknown_runner(runner)
+
+
+def wrap_method(owner: Any, name: str, after: Callable[..., None]) -> None:
+    """Call `after(result, *args)` after each call of one object's method."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        after(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+def build_runtime(installation: Installation, vllm_config: Any) -> VllmRuntime:
+    """The meter over the cache that was just allocated; raises UnsupportedError for layers it does not follow."""
+    policy = installation.policy
+    layers = support.attention_layers(vllm_config)
+    first = next(iter(layers.values()))
+    block_size = first.kv_cache.shape[2]
+    ids = layer_ids(list(layers))
+    ranks = tensor_ranks()
+    geometry = read_geometry(vllm_config, layers, first.kv_cache.shape[0] * block_size, ranks.rank, ranks.size)
+    pool = page_pool(layers, ids, block_size)
+
+    def make_cache(encoder: Encoder) -> Cache:
+        return SimulatedCache(policy, geometry, pool, encoder)
+
+    check_layouts(pool, layers, ids)
+    runtime = VllmRuntime("vllm", policy, installation.quantizer, geometry, make_cache, None, ranks, keeps_ledger=False)
+    runtime.layer_ids, runtime.block_size = ids, block_size
+    return runtime
+
+
+def page_pool(layers: dict[str, Any], ids: dict[str, int], block_size: int) -> PagePool:
+    """The pool over the caches of all layers."""
+
+    def views(layer: Any) -> Any:
+        if layer.attn_backend.get_name() == "CPU_ATTN":
+            return cpu_views(layer.kv_cache, layer.head_size, layer.isa)
+        return plain_views(layer.kv_cache, layer.head_size)
+
+    return PagePool({ids[name]: views(layer) for name, layer in layers.items()}, block_size)
+
+
+def check_layouts(pool: PagePool, layers: dict[str, Any], ids: dict[str, int]) -> None:
+    """`check_layout` for every layer whose backend writes the cache apart from its forward pass."""
+    for name, layer in layers.items():
+        if layer.attn_backend.forward_includes_kv_cache_update:
+            continue
+
+        def update(k: Any, v: Any, slots: Any, layer: Any = layer) -> None:
+            layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
+
+        check_layout(pool, ids[name], update, layer.num_kv_heads, layer.head_size, layer.head_size_v)
