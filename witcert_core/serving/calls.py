@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from witcert_core.quantizers.base import Encoded
@@ -19,7 +20,7 @@ class AttentionCall:
     run(k, v): the engine's own attention with these in place of the new tokens' keys and values, which it writes into
     its pool; run(None, None) with what the model handed over. Its result is the layer's output, whatever its shape.
     reads_stored: whether the new tokens read their quantized selves (decode, and chunks under
-    `prefill_reads: stored`).
+    `prefill_reads: stored`): one answer for all, or [N] bool where decode rows and chunks share a pass.
     """
 
     layer: int
@@ -30,10 +31,22 @@ class AttentionCall:
     positions: Tensor
     sm_scale: float
     run: Callable[[Tensor | None, Tensor | None], Tensor]
-    reads_stored: bool
+    reads_stored: bool | Tensor
     logits_soft_cap: float = 0.0
     window_left: int = -1
     sinks: Tensor | None = None
+
+    @property
+    def early(self) -> Tensor:
+        """[N] bool: tokens whose quantized selves are read in this pass already."""
+        if isinstance(self.reads_stored, Tensor):
+            return self.reads_stored
+        return torch.full((self.slots.numel(),), self.reads_stored, device=self.slots.device)
+
+    def part(self, chosen: Tensor) -> AttentionCall:
+        """The call of the `chosen` [N] bool tokens alone, for writing and accounting; it must not be run."""
+        rows = {name: getattr(self, name)[chosen] for name in ("q", "exact_k", "exact_v", "slots", "positions")}
+        return replace(self, **rows)
 
 
 @dataclass(frozen=True)
@@ -42,3 +55,10 @@ class Coded:
 
     values: Tensor
     codes: Encoded | None
+
+    def part(self, chosen: Tensor) -> Coded:
+        """That of the `chosen` [N] bool tokens."""
+        codes = self.codes
+        if codes is not None:
+            codes = Encoded(codes.codes[chosen], codes.scales[chosen], codes.values[chosen])
+        return Coded(self.values[chosen], codes)

@@ -74,17 +74,20 @@ class PackedStorage:
         k, v = self.encoder.encode(call)
         if call.layer in self.exact_k:
             self.exact_k[call.layer][call.slots] = call.exact_k
+        early, late = call.early, ~call.early
+        if early.any():
+            self._write(call.part(early), k.part(early), v.part(early))
         own = None
-        if call.reads_stored:
-            self._write(call, k, v)
-        else:
-            own = list(zip(*(torch.split(x, plan.new_tokens) for x in (call.exact_k, call.exact_v)), strict=True))
+        if late.any():
+            wanted = torch.split(late, plan.new_tokens)  # of one request all tokens or none
+            both = zip(*(torch.split(x, plan.new_tokens) for x in (call.exact_k, call.exact_v)), strict=True)
+            own = [(k_i[mine], v_i[mine]) for (k_i, v_i), mine in zip(both, wanted, strict=True)]
         cache = self.cache
         read = gather(plan.requests, cache[call.layer], lambda flat: cache.read(call.layer, flat), own)
         out = attend(call.q, read, plan.new_tokens, call.sm_scale)
         self._measure(call, read, plan, step, deltas)
-        if not call.reads_stored:
-            self._write(call, k, v)
+        if late.any():
+            self._write(call.part(late), k.part(late), v.part(late))
         return out.reshape(call.q.shape[0], -1)
 
     def _write(self, call: AttentionCall, k: Coded, v: Coded) -> None:

@@ -93,9 +93,9 @@ class Runtime:
             num_qo_heads=geometry.total_qo_heads,
             declared_rows=meter.declared_rows,
         )
-        self.ledger: RequestLedger | None = None
+        self._ledger: RequestLedger | None = None
         if self.ranks.reports and keeps_ledger:
-            self.ledger = make_ledger(engine, policy, geometry.layers, geometry.total_qo_heads, metrics)
+            self._ledger = make_ledger(engine, policy, geometry.layers, geometry.total_qo_heads, metrics)
         # The nonce makes the rows of two runs differ; it need not be remembered, the codes die with the pool.
         nonce = self.ranks.from_root(secrets.randbits(63))
         self.row_ids = torch.zeros(geometry.num_slots, dtype=torch.int64, device=geometry.device)  # 0: never written
@@ -150,12 +150,19 @@ class Runtime:
         """Failure probability each cell of a metered row may spend; 0 under the deterministic tier."""
         return [self.budget.delta_loc(row.ordinal) if self.uses_dither else 0.0 for row in plan.rows]
 
+    @property
+    def ledger(self) -> RequestLedger:
+        """The counts of the requests; UnsupportedError where another process keeps them."""
+        if self._ledger is None:
+            raise UnsupportedError("the ledger of this pass is kept by another process, which commits its tokens")
+        return self._ledger
+
     # Requests ---------------------------------------------------------------------------------------------------
 
     def finish(self, request_id: str, reason: str) -> dict[str, Any]:
         """The summary of a finished request (empty without a ledger here); its counts are forgotten."""
         self.forget(request_id)
-        return {} if self.ledger is None else self.ledger.finish(request_id, reason)
+        return {} if self._ledger is None else self._ledger.finish(request_id, reason)
 
     def forget(self, request_id: str) -> None:
         """Drop the running counts of a finished request."""

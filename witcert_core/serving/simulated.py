@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from witcert_core.bands import band_map
@@ -89,20 +90,26 @@ class SimulatedCache:
     def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
         """Attention that reads the chunk exactly or as stored; the pool holds quantized tokens afterwards."""
         quantized = call.layer in self.quantized_layers
-        exact = Coded(call.exact_k, None), Coded(call.exact_v, None)
-        if call.reads_stored:
-            k, v = self.encoder.encode(call) if quantized else exact
-            out = call.run(k.values.to(call.exact_k), v.values.to(call.exact_v))
-            self._account(call, k, v)
-            self._measure(call, plan, step, deltas, out)
+        k, v = self.encoder.encode(call) if quantized else (Coded(call.exact_k, None), Coded(call.exact_v, None))
+        early, late = call.early, ~call.early
+        if early.any():
+            first = early[:, None, None]
+            out = call.run(
+                torch.where(first, k.values.to(call.exact_k), call.exact_k),
+                torch.where(first, v.values.to(call.exact_v), call.exact_v),
+            )
+            self._account(call.part(early), k.part(early), v.part(early))
         else:
             out = call.run(None, None)
-            self.store.mark_exact(call.layer, call.slots)
-            self.store.keep(call.layer, call.slots, call.exact_k, call.exact_v)
-            self._measure(call, plan, step, deltas, out)
-            k, v = self.encoder.encode(call) if quantized else exact
-            self.pool.write(call.layer, call.slots, k.values.to(call.exact_k), v.values.to(call.exact_v))
-            self._account(call, k, v)
+        if late.any():
+            own = call.part(late)
+            self.store.mark_exact(call.layer, own.slots)
+            self.store.keep(call.layer, own.slots, own.exact_k, own.exact_v)
+        self._measure(call, plan, step, deltas, out)
+        if late.any():
+            k, v = k.part(late), v.part(late)
+            self.pool.write(call.layer, own.slots, k.values.to(own.exact_k), v.values.to(own.exact_v))
+            self._account(own, k, v)
         return out
 
     def _account(self, call: AttentionCall, k: Coded, v: Coded) -> None:

@@ -12,7 +12,10 @@ from witcert_core.errors import UnsupportedError
 
 
 class PagePool:
-    """The core's `Pool` over views of vLLM's cache: per layer keys [BLOCKS, Hkv, D, N] and values [BLOCKS, Hkv, N, Dv]."""
+    """The core's `Pool` over views of vLLM's cache.
+
+    layers: keys [BLOCKS, Hkv, D, N] and values [BLOCKS, Hkv, N, Dv] by global layer id; N = block_size.
+    """
 
     def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]], block_size: int) -> None:
         self.layers = dict(layers)

@@ -22,7 +22,7 @@ class VllmRuntime(Runtime):
     block_size: int
     out_slots: Tensor
     positions: Tensor
-    decodes_only: bool
+    stored: Tensor
 
     def begin_pass(self, request_ids: Sequence[str], metadata: Any) -> None:
         """A pass over `request_ids`, described by vLLM's `CommonAttentionMetadata`."""
@@ -40,9 +40,19 @@ class VllmRuntime(Runtime):
         self.positions = torch.cat(
             [torch.arange(r.slots.numel() - r.new_tokens, r.slots.numel()) for r in requests]
         ).to(self.out_slots.device)
-        prefilling = metadata.is_prefilling
-        self.decodes_only = not bool(prefilling[: len(request_ids)].any()) if prefilling is not None else False
+        self.stored = self._reads_stored(metadata.is_prefilling, [r.new_tokens for r in requests])
         self.begin(requests, self.out_slots)
+
+    def _reads_stored(self, is_prefilling: Tensor | None, new_tokens: list[int]) -> Tensor:
+        """[N] bool: which new tokens read their quantized selves. A chunk's last single token is no decode row."""
+        counts = torch.tensor(new_tokens)
+        if self.policy.prefill_reads == "stored":
+            of_request = torch.ones(len(new_tokens), dtype=torch.bool)
+        elif is_prefilling is None:
+            raise UnsupportedError("vLLM does not say which requests are prefilling, so chunks cannot be told apart")
+        else:
+            of_request = ~is_prefilling[: len(new_tokens)].cpu() & (counts == 1)
+        return of_request.repeat_interleave(counts).to(self.out_slots.device)
 
     def forget_blocks(self, blocks: Sequence[int]) -> None:
         """Nothing is known any more of what these blocks hold: something else may write them."""
@@ -80,7 +90,7 @@ class VllmRuntime(Runtime):
                 positions=self.positions,
                 sm_scale=float(impl.scale),
                 run=run,
-                reads_stored=self.decodes_only or self.policy.prefill_reads == "stored",
+                reads_stored=self.stored,
                 logits_soft_cap=float(cap),
                 window_left=window_left(layer),
                 sinks=sinks_of(impl),

@@ -179,7 +179,7 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
             raise UnsupportedError(f"layer {name} is a {type(layer).__name__}; metered is plain Attention")
         impl = layer.impl
         for odd, what in (
-            (not getattr(impl, "witcert_metered", False), f"backend {layer.attn_backend.__name__}, which is not wrapped"),
+            (not hasattr(impl, "witcert_metered"), f"backend {layer.attn_backend.__name__}, which is not wrapped"),
             (layer.attn_type != AttentionType.DECODER, f"{layer.attn_type} attention"),
             (layer.kv_sharing_target_layer_name is not None, "the cache of another layer"),
             (getattr(impl, "alibi_slopes", None) is not None, "ALiBi in the logits"),
