@@ -8,8 +8,11 @@ from witcert_core.serving.runtime import Runtime
 from witcert_core.units import format_bytes
 
 
-def banner(runtime: Runtime, *, metrics: str) -> str:
-    """Several lines for the server's log; `metrics` says where Prometheus finds them, or what is missing."""
+def banner(runtime: Runtime, *, answers: str, metrics: str) -> str:
+    """Several lines for the server's log.
+
+    answers: where an answer carries its summary; metrics: where Prometheus finds them, or what is missing.
+    """
     status, policy, geometry = runtime.status(), runtime.policy, runtime.geometry
     metered, quantized = status["layers_metered"], status["layers_quantized"]
     cells = len(metered) * geometry.total_qo_heads
@@ -27,7 +30,7 @@ def banner(runtime: Runtime, *, metrics: str) -> str:
         f"  memory              : {format_bytes(status['bytes_witness'])} of witnesses and row ids, "
         f"{format_bytes(status['bytes_audit_copies'])} of exact copies for the audit",
         f"  gate                : {gate(status)}",
-        f"  reports             : {reports(runtime, metrics)}",
+        f"  reports             : {reports(runtime, answers, metrics)}",
     ]
     lines += [f"  not metered         : {why}" for why in not_metered(runtime, metered, quantized)]
     return "\n".join(lines)
@@ -61,9 +64,9 @@ def gate(status: dict[str, Any]) -> str:
     return f"{status['gate']}, {copies}"
 
 
-def reports(runtime: Runtime, metrics: str) -> str:
+def reports(runtime: Runtime, answers: str, metrics: str) -> str:
     report = runtime.policy.report
-    parts = ['meta_info["witcert"], /witcert/requests/{id}'] if report.per_request else []
+    parts = [answers, "/witcert/requests/{id}"] if report.per_request else []
     if report.prometheus:
         parts.append(metrics)
     if report.jsonl:

@@ -178,7 +178,7 @@ class Installation:
         if runtime.ranks.reports:
             on = "PROMETHEUS_MULTIPROC_DIR" in os.environ
             metrics = "/metrics" if on else "no /metrics: start the server with --enable-metrics"
-            print(banner(runtime, metrics=metrics), file=sys.stderr, flush=True)
+            print(banner(runtime, answers='meta_info["witcert"]', metrics=metrics), file=sys.stderr, flush=True)
         return {**result, "witcert": runtime.status()}
 
     def live_runtime(self) -> SglangRuntime:

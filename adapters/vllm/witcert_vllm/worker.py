@@ -44,7 +44,9 @@ class MeteredWorker(WorkerBase):
         runtime = build_runtime(installation, self.vllm_config)
         process.set_runtime(runtime)
         if runtime.ranks.reports:
-            print(banner(runtime, metrics="/metrics"), file=sys.stderr, flush=True)
+            print(
+                banner(runtime, answers="kv_transfer_params.witcert", metrics="/metrics"), file=sys.stderr, flush=True
+            )
 
     def witcert_status(self) -> dict[str, Any]:
         """Called through `collective_rpc` for `/witcert/status`."""

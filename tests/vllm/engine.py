@@ -1,0 +1,84 @@
+"""A vLLM engine inside this process, one at a time, each with its own policy."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import witcert_vllm
+import yaml
+from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+LAYERS, HEADS = 4, 4
+Cells = dict[tuple[int, int, int], float]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One choice: its tokens, why it ended, its request's summary, and how much of its prompt was cached."""
+
+    tokens: list[int]
+    finish_reason: str
+    summary: dict[str, Any]
+    cached: int
+
+
+@dataclass
+class Engine:
+    """A running engine and where its JSON lines go."""
+
+    llm: LLM
+    jsonl: Path
+
+    def ask(self, prompts: Sequence[Any], **sampling: Any) -> list[Answer]:
+        """Greedy answers, all prompts in one go; `sampling` as for SamplingParams, or a list of them."""
+        params = SamplingParams(**{"temperature": 0, "max_tokens": 8, **sampling})
+        answers = []
+        for output in self.llm.generate(list(prompts), params, use_tqdm=False):
+            summaries = output.kv_transfer_params["witcert"]
+            for choice, summary in zip(output.outputs, summaries, strict=True):
+                cached = output.num_cached_tokens or 0
+                answers.append(Answer(list(choice.token_ids), str(choice.finish_reason), summary, cached))
+        return answers
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.jsonl.read_text().splitlines()]
+
+    def cells(self, answer: Answer) -> Cells:
+        """Bound of every measured cell of a request by position, layer and head; its audit holds."""
+        assert answer.summary["audit"]["violations"] == 0
+        wanted = answer.summary["request_id"]
+        found = [r for r in self.records() if r["request_id"] == wanted and r.get("status") == "measured"]
+        return {(r["position"], r["layer"], r["q_head"]): r["meter"] for r in found}
+
+
+def write_policy(path: Path, **sections: Any) -> Path:
+    path.write_text(yaml.safe_dump({"version": 1, **sections}))
+    return path
+
+
+@contextmanager
+def running_engine(model: Path, work: Path, policy: dict[str, Any], **options: Any) -> Iterator[Engine]:
+    """An engine for the length of the block. policy: its sections; every cell goes to the JSON lines."""
+    work.mkdir(parents=True, exist_ok=True)
+    jsonl = work / "records.jsonl"
+    report = {"jsonl": str(jsonl), "cells": "all"}
+    os.environ["WITCERT_POLICY"] = str(write_policy(work / "policy.yaml", **{"report": report, **policy}))
+    witcert_vllm.load()
+    fixed = {"dtype": "float32", "max_model_len": 1024, "gpu_memory_utilization": 0.3, "enforce_eager": True}
+    llm = LLM(model=str(model), **{**fixed, "kv_cache_memory_bytes": 16 << 20, **options})
+    try:
+        yield Engine(llm, jsonl)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+        del os.environ["WITCERT_POLICY"]

@@ -1,0 +1,125 @@
+"""A metered `vllm serve`, compiled, its worker in a process of its own: what clients and operators are told."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from conftest import prompts
+from engine import HEADS, LAYERS, write_policy
+from servers import running_server
+from witcert_demo.servers import Server
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def server(twin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The twin with fp8_e4m3_cast, every row metered and audited, beside a connector of vLLM's own."""
+    work = tmp_path_factory.mktemp("server")
+    policy = write_policy(
+        work / "policy.yaml",
+        quantizer={"name": "fp8_e4m3_cast"},
+        meter={"stride": 1, "audit_every": 1},
+        report={"jsonl": str(work / "records.jsonl"), "cells": "worst"},
+    )
+    options = ["--served-model-name", "m"]
+    # Dynamo traces and vLLM compiles, but no C++ compiler runs: half a minute less.
+    with running_server(twin, policy=policy, log=work / "log", options=options, VLLM_CPU_CI_ENV="1") as server:
+        yield server
+
+
+def complete(server: Server, prompt: str, **options: Any) -> dict[str, Any]:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 6, "temperature": 0, **options}
+    with server.client() as client:
+        answer: dict[str, Any] = client.post("/v1/completions", json=body).raise_for_status().json()
+    return answer
+
+
+def fetch(server: Server, path: str) -> Any:
+    with server.client() as client:
+        return client.get(path)
+
+
+def schema(name: str) -> dict[str, Any]:
+    return json.loads((files("witcert_core") / "report" / "schema" / f"{name}.schema.json").read_text())
+
+
+def test_an_answer_carries_its_summary(server: Server) -> None:
+    answer = complete(server, prompts(seed=3)[0])
+    (summary,) = answer["kv_transfer_params"]["witcert"]
+    jsonschema.validate(summary, schema("request"))
+    assert summary["engine"] == "vllm"
+    assert summary["request_id"].startswith(answer["id"])
+    # Every generated token but the last is read by one row; a first chunk reads nothing quantized.
+    assert summary["rows_metered"] == answer["usage"]["completion_tokens"] - 1
+    assert summary["cells_measured"] == summary["rows_metered"] * LAYERS * HEADS
+    assert summary["cells_unknown"] == 0
+    assert summary["audit"]["violations"] == 0
+    assert summary["worst"]["meter"] > 0.2  # this cache damages this model
+    assert fetch(server, f"/witcert/requests/{answer['id']}").json() == summary
+    assert fetch(server, f"/witcert/requests/{summary['request_id']}").json() == summary
+
+
+def test_several_choices_have_a_summary_each(server: Server) -> None:
+    answer = complete(server, prompts(seed=4)[0], n=2, temperature=1.0, ignore_eos=True)
+    summaries = answer["kv_transfer_params"]["witcert"]
+    assert len({s["request_id"] for s in summaries}) == 2
+    assert fetch(server, f"/witcert/requests/{answer['id']}").json() == summaries
+
+
+def test_a_streamed_answer_is_found_by_its_id(server: Server) -> None:
+    body = {"model": "m", "prompt": prompts(seed=5)[0], "max_tokens": 6, "temperature": 0, "stream": True}
+    with server.client() as client:
+        lines = client.post("/v1/completions", json=body).raise_for_status().text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    summary = fetch(server, f"/witcert/requests/{chunks[0]['id']}").json()
+    assert summary["rows_metered"] == len(chunks) - 1
+    missing = fetch(server, "/witcert/requests/nobody")
+    assert missing.status_code == 404
+    assert "nobody" in missing.json()["error"]
+
+
+def test_a_client_that_leaves_is_reported(server: Server) -> None:
+    body = {"model": "m", "prompt": prompts(seed=6)[0], "max_tokens": 600, "ignore_eos": True, "stream": True}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        first = next(line for line in response.iter_lines() if line.startswith("data: {"))
+    answer_id = json.loads(first.removeprefix("data: "))["id"]
+    log = server.log.with_name("records.jsonl")
+    for _ in range(100):
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+        ended = [r for r in records if r["request_id"].startswith(answer_id) and r["schema"] == "witcert.request/1"]
+        if ended:
+            break
+        time.sleep(0.1)
+    assert [r["finish_reason"] for r in ended] == ["abort"]
+
+
+def test_prometheus(server: Server) -> None:
+    (summary,) = complete(server, prompts(seed=7)[0])["kv_transfer_params"]["witcert"]
+
+    def value(pattern: str) -> float:
+        found = re.search(rf"^{pattern} (\S+)$", fetch(server, "/metrics").text, re.M)
+        assert found, f"{pattern} not in /metrics"
+        return float(found[1])
+
+    assert value(r'witcert_cells_total\{[^}]*status="measured"[^}]*\}') >= summary["cells_measured"]
+    assert value(r"witcert_audit_violations_total\{[^}]*\}") == 0
+    assert value(r"witcert_audited_cells_total\{[^}]*\}") >= summary["audit"]["cells"]
+    assert value(r"witcert_requests_total\{[^}]*\}") >= 1
+
+
+def test_banner_and_status(server: Server) -> None:
+    log = server.log_text()
+    assert "WitCert meters this server: fp8_e4m3_cast in a float32 pool, CPU_ATTN" in log
+    assert "16 (4 of 4 layers x 4 query heads)" in log
+    status = fetch(server, "/witcert/status").json()
+    assert status["layers_metered"] == [0, 1, 2, 3]
+    assert status["bytes_witness"] > 0
