@@ -19,4 +19,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"no metered backend {name!r}")
     from witcert_vllm.attention import metered
 
-    return metered(resolve_obj_by_qualname(STOCK[name]))
+    cls = metered(resolve_obj_by_qualname(STOCK[name]))
+    cls.__module__, cls.__qualname__ = __name__, name  # the path by which vLLM finds it again
+    return cls

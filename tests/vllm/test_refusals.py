@@ -1,0 +1,217 @@
+"""What cannot be metered is refused by name, in one line, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm
+import witcert_vllm
+from engine import write_policy
+from servers import command, environment
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from witcert_vllm import config, support
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.policy import parse_policy
+
+pytestmark = pytest.mark.vllm
+NONE = {"quantizer": {"name": "none"}}
+
+
+def launch(model: Path, policy: Path, options: Sequence[str] = (), extra_path: Path | None = None) -> tuple[int, str]:
+    """Exit code and output of a server that must not come up."""
+    env = environment(policy)
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    if extra_path is not None:
+        env["PYTHONPATH"] = str(extra_path)
+    done = subprocess.run(
+        command(model, options), env=env, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def refusal(code: int, output: str) -> str:
+    """The one line of ours; there must be exactly one, no traceback, no engine started."""
+    lines = [line for line in output.splitlines() if line.startswith("witcert:")]
+    assert code != 0, output
+    assert len(lines) == 1, output
+    assert "Traceback" not in output
+    assert "Starting to load model" not in output
+    return lines[0]
+
+
+def test_speculative_decoding_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    speculative = json.dumps({"method": "ngram", "num_speculative_tokens": 2})
+    policy = write_policy(tmp_path / "p.yaml", **NONE)
+    assert "speculative decoding" in refusal(*launch(checkpoint, policy, ["--speculative-config", speculative]))
+
+
+def refused_config(model: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> str:
+    """The line with which making the engine's config ends this process."""
+    monkeypatch.setenv("WITCERT_POLICY", str(policy))
+    witcert_vllm.load()
+    with pytest.raises(SystemExit, match=r"^witcert: ") as raised:
+        EngineArgs(model=str(model), dtype="float32", **options).create_engine_config()
+    return str(raised.value)
+
+
+def test_mla_stops_the_server(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    changes = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "q_lora_rank": None,
+        "num_key_value_heads": 4,
+    }
+    written = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**written, **changes}))
+    assert "MLA" in refused_config(model, write_policy(tmp_path / "p.yaml", **NONE), monkeypatch)
+
+
+def test_layers_and_files_that_are_not_there(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = write_policy(tmp_path / "p.yaml", **NONE, meter={"layers": [9]})
+    assert "meter.layers" in refused_config(checkpoint, policy, monkeypatch)
+    policy = write_policy(tmp_path / "p.yaml", **NONE, report={"jsonl": str(tmp_path / "no" / "x")})
+    assert "report.jsonl" in refused_config(checkpoint, policy, monkeypatch)
+
+
+def test_a_broken_adapter_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    """The adapter's own code cannot be imported: vLLM would log that and serve unmetered."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, importlib.abc\n"
+        "class Saboteur(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'witcert_core.policy':\n"
+        "            raise ImportError('half installed')\n"
+        "sys.meta_path.insert(0, Saboteur())\n"
+    )
+    line = refusal(*launch(checkpoint, write_policy(tmp_path / "p.yaml", **NONE), extra_path=tmp_path))
+    assert "half installed" in line
+
+
+def test_a_lost_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from witcert_vllm.plugin import Wrapped, wrap
+
+    with pytest.raises(UnsupportedError, match=r"LLMEngine\.no_such_thing"):
+        wrap(Wrapped("vllm.v1.engine.llm_engine.LLMEngine.no_such_thing", lambda: None, ()))
+
+
+def test_an_unknown_quantizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WITCERT_POLICY", str(write_policy(tmp_path / "p.yaml", quantizer={"name": "int8_dithr"})))
+    with pytest.raises(SystemExit, match=r"^witcert: .*int8_dithr.*int8_dither"):
+        witcert_vllm.load()
+
+
+def test_policy_with_a_typo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = write_policy(tmp_path / "p.yaml", **NONE, meter={"strid": 4})
+    monkeypatch.setenv("WITCERT_POLICY", str(policy))
+    with pytest.raises(SystemExit, match=r"^witcert: .*strid.*stride"):
+        witcert_vllm.load()
+
+
+def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    with pytest.raises(UnsupportedError, match=r"0\.33\.0"):
+        support.check_version()
+
+
+FINE = {name: allowed for name, (allowed, _) in support._REFUSED_OPTIONS.items()}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("pipeline_parallel_size", 2, "pipeline"),
+        ("data_parallel_size", 2, "data parallelism"),
+        ("decode_context_parallel_size", 2, "context"),
+        ("prefill_context_parallel_size", 2, "context"),
+        ("speculative_config", {"method": "ngram"}, "speculative decoding"),
+        ("kv_offloading_size", 4.0, "--kv-offloading-size"),
+        ("kv_sharing_fast_prefill", True, "shared KV"),
+        ("enable_dbo", True, "dual-batch"),
+        ("_api_process_count", 2, "--api-server-count 2"),
+        ("scheduler_cls", "my.Scheduler", "my.Scheduler"),
+        ("worker_cls", "my.Worker", "my.Worker"),
+    ],
+)
+def test_options_refused_by_name(option: str, value: object, named: str) -> None:
+    support.check_engine_args(SimpleNamespace(**FINE))
+    with pytest.raises(UnsupportedError, match=named):
+        support.check_engine_args(SimpleNamespace(**{**FINE, option: value}))
+
+
+def model(**changes: object) -> SimpleNamespace:
+    fields = {
+        "hf_config": SimpleNamespace(architectures=["M"]),
+        "use_mla": False,
+        "runner_type": "generate",
+        "is_encoder_decoder": False,
+        "is_hybrid": False,
+        "is_attention_free": False,
+        "dtype": torch.float32,
+        "head": 64,
+    }
+    made = SimpleNamespace(**{**fields, **changes})
+    made.get_head_size = lambda: made.head
+    return made
+
+
+def test_models_refused_by_name() -> None:
+    support.check_model(model(), "cpu")
+    for changes, named in (
+        ({"use_mla": True}, "MLA"),
+        ({"runner_type": "pooling"}, "does not generate"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"is_hybrid": True}, "without a KV cache"),
+        ({"head": 72}, "head_dim 72"),
+    ):
+        with pytest.raises(UnsupportedError, match=named):
+            support.check_model(model(**changes), "cpu")
+    with pytest.raises(UnsupportedError, match="TF32"):
+        support.check_model(model(), "cuda")
+
+
+def test_caches_refused_by_name() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    support.check_cache_dtype("auto", torch.float32)
+    support.check_cache_dtype("bfloat16", torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="bfloat16 under a float32 model"):
+        support.check_cache_dtype("bfloat16", torch.float32)
+    shape = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    support.check_specs({"l": FullAttentionSpec(**shape)})
+    with pytest.raises(UnsupportedError, match="SlidingWindowSpec"):
+        support.check_specs({"l": SlidingWindowSpec(**shape, sliding_window=64)})
+
+
+def test_connectors() -> None:
+    """One beside ours counts what it loads as unknown; where that cannot be, it is refused."""
+    theirs = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    observe = parse_policy({"version": 1, **NONE})
+    support.check_connector(theirs, observe)
+    both = config.with_connector(theirs)
+    assert both.kv_connector == "MultiConnector"
+    assert config.has_own(both)
+    names = [child["kv_connector"] for child in both.kv_connector_extra_config["connectors"]]
+    assert names == ["WitCertConnector", "ExampleConnector"]
+    assert config.with_connector(None).kv_connector == "WitCertConnector"
+    for policy, named in (
+        ({"quantizer": {"name": "int8_dither", "storage": "packed"}}, "packed"),
+        ({**NONE, "gate": {"kind": "combined"}}, "gate.kind"),
+    ):
+        with pytest.raises(UnsupportedError, match=named):
+            support.check_connector(theirs, parse_policy({"version": 1, **policy}))

@@ -1,0 +1,73 @@
+"""Without WITCERT_POLICY nothing is installed; the contract with vLLM's names is read from vLLM itself."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+from witcert_vllm import plugin, support
+
+pytestmark = pytest.mark.vllm
+
+PROBE = """
+import sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.entrypoints.launchers.api_server import entry
+touched = [f for f in (EngineArgs.create_engine_config, OutputProcessor.process_outputs, entry.build_app)
+           if hasattr(f, "__witcert_original__")]
+paths = [m.name for m in AttentionBackendEnum if m.value and m.get_path() != m.value]
+print(touched, paths, sorted(m for m in sys.modules if m.startswith("witcert")))
+"""
+
+
+def test_nothing_is_installed_without_a_policy() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "WITCERT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[] [] ['witcert_vllm']"
+
+
+def test_every_wrapped_function_has_the_parameters_we_use() -> None:
+    for item in plugin.wrapped_functions():
+        owner, _, name = item.target.rpartition(".")
+        function = inspect.unwrap(getattr(pkgutil.resolve_name(owner), name))
+        parameters = tuple(inspect.signature(function).parameters)
+        assert parameters[: len(item.parameters)] == item.parameters, item.target
+
+
+def test_every_refused_option_is_an_option_with_a_fine_default() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    defaults = EngineArgs.__dataclass_fields__
+    for option, (allowed, _why) in support._REFUSED_OPTIONS.items():
+        assert option in defaults
+        assert defaults[option].default == allowed or not defaults[option].default
+
+
+def test_the_workers_we_extend_exist() -> None:
+    for stock, ours in support.WORKERS.items():
+        if "cpu" in stock:
+            assert issubclass(pkgutil.resolve_name(ours), pkgutil.resolve_name(stock))
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import model_runner
+
+    v1 = inspect.signature(gpu_model_runner.GPUModelRunner._prepare_inputs).parameters
+    v2 = inspect.signature(model_runner.GPUModelRunner.prepare_attn).parameters
+    assert list(v1) == ["self", "scheduler_output", "num_scheduled_tokens"]
+    assert list(v2) == ["self", "input_batch"]
+
+
+def test_the_scheduler_asks_its_connector_too_late_without_us() -> None:
+    """What `scheduler.py` is for; if vLLM ever changes this order, the subclass can go."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.update_from_output)
+    assert source.index("self._free_request(") < source.index("self._update_from_kv_xfer_finished(")
