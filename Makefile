@@ -2,7 +2,7 @@
 # make test   the whole test suite
 # make soak   half an hour of load on real servers (SOAK_SECONDS=1800)
 #
-# Two environments under .envs, made on first use and kept: the engines' pins exclude each other.
+# Three environments under .envs, made on first use and kept: the engines' pins exclude each other.
 #   PYTHON=python3.11     the interpreter they are made with
 #   TORCH_INDEX=URL       take torch from this index (on Linux the default index has a CUDA build of several GB;
 #                         PyTorch's CPU index has one of about 200 MB)
@@ -14,7 +14,9 @@ TORCH_FLAGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 ENVS := .envs
 CORE := $(ENVS)/core/bin
 SGLANG := $(ENVS)/sglang/bin
+VLLM := $(ENVS)/vllm/bin
 ADAPTER := adapters/sglang
+VLLM_ADAPTER := adapters/vllm
 PIP := -m pip install --disable-pip-version-check
 SOAK_SECONDS ?= 1800
 SOURCES := pyproject.toml demo/pyproject.toml $(ADAPTER)/pyproject.toml
@@ -24,12 +26,12 @@ export HF_HUB_OFFLINE := 1
 # Small tensors: a second thread costs more than it gives, and spins while another process needs the core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-full lint lean test-core test-kernels test-eval test-sglang soak bench-sglang static envs clean
+.PHONY: demo test test-full lint lean test-core test-kernels test-eval test-sglang test-vllm soak bench-sglang static envs clean
 
 demo: $(ENVS)/sglang/.ready
 	@$(SGLANG)/python -m witcert_demo
 
-test: lint lean test-core test-kernels test-eval test-sglang
+test: lint lean test-core test-kernels test-eval test-sglang test-vllm
 
 # Every combination of the kernels' options: hours under the interpreter.
 test-full: test
@@ -60,6 +62,9 @@ test-sglang: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m pytest tests/sglang
 	$(SGLANG)/python -m pytest tests/demo -k hugging_face
 
+test-vllm: $(ENVS)/vllm/.ready
+	$(VLLM)/python -m pytest tests/vllm
+
 soak: $(ENVS)/sglang/.ready
 	$(SGLANG)/python bench/sglang/soak.py --seconds $(SOAK_SECONDS)
 
@@ -67,7 +72,7 @@ soak: $(ENVS)/sglang/.ready
 bench-sglang: $(ENVS)/sglang/.ready
 	$(SGLANG)/python bench/sglang/bench.py
 
-envs: $(ENVS)/core/.ready $(ENVS)/sglang/.ready
+envs: $(ENVS)/core/.ready $(ENVS)/sglang/.ready $(ENVS)/vllm/.ready
 
 $(ENVS)/core/.ready: $(SOURCES)
 	@echo "Making $(ENVS)/core: PyTorch and the test tools (about 250 MB with a CPU build of PyTorch)"
@@ -85,6 +90,16 @@ $(ENVS)/sglang/.ready: $(SOURCES) $(ADAPTER)/requirements-cpu.txt $(ADAPTER)/req
 	$(SGLANG)/python $(PIP) -r $(ADAPTER)/requirements-cpu.txt
 	$(SGLANG)/python $(PIP) --no-deps ./$(ADAPTER)/cpu_shim
 	$(SGLANG)/python $(PIP) -e '.[dev,eval]' -e demo -e $(ADAPTER)
+	@touch $@
+
+$(ENVS)/vllm/.ready: pyproject.toml demo/pyproject.toml $(wildcard $(VLLM_ADAPTER)/pyproject.toml $(VLLM_ADAPTER)/*.txt)
+	@echo "Making $(ENVS)/vllm: vLLM 0.32.0 for the CPU. Downloads about 0.8 GB with a CPU build of PyTorch."
+	$(PYTHON) -m venv $(ENVS)/vllm
+	$(VLLM)/python $(PIP) $(TORCH_FLAGS) $(TORCH)
+	$(VLLM)/python $(PIP) --no-deps -r $(VLLM_ADAPTER)/requirements-cpu-nodeps.txt
+	$(VLLM)/python $(PIP) -r $(VLLM_ADAPTER)/requirements-cpu.txt
+	$(VLLM)/python $(PIP) --no-deps ./$(VLLM_ADAPTER)/cpu_shim
+	$(VLLM)/python $(PIP) -e '.[dev]' -e demo -e $(VLLM_ADAPTER)
 	@touch $@
 
 clean:
