@@ -70,6 +70,18 @@ theorem tv_triangle (p w w' : ι → α) (l : List ι) : tv p w' l ≤ tv p w l 
   show _ = (sum (fun t => abs (p t - w t)) l / 2 + sum (fun t => abs (w t - w' t)) l / 2) * 2
   exact eq_lin two_half (-(sum (fun t => abs (p t - w t)) l) - sum (fun t => abs (w t - w' t)) l) (by ring)
 
+/-- **The floor of a sketched cell**: `TV(ŵ, w) - TV(p, ŵ) ≤ TV(p, w)`. With `ŵ` the weights of the corrected keys, the first
+term is computed and the second bounded, so damage can be certain.
+
+Code: `witcert_core.cells.bounds_of` (`floor`).
+`python: tv(w2, head.cell.w) - tv(head.cell.p, w2) <= tv(head.cell.p, head.cell.w)` -/
+theorem tv_floor (p w w' : ι → α) (l : List ι) : tv w' w l - tv p w' l ≤ tv p w l := by
+  have hs : tv w' p l = tv p w' l :=
+    congrArg (· / 2) (sum_congr l (fun t => by rw [← abs_neg (p t - w' t)]; exact congrArg abs (by ring)))
+  have h := tv_triangle w' p w l
+  rw [hs] at h
+  exact le_cert (sub_nonneg h) (by ring)
+
 /-- The positive and the negative part of `p - w` both have mass `TV`. -/
 theorem tv_parts {p w : ι → α} {l : List ι} (hs : sum p l = sum w l) : sum (fun t => (abs (p t - w t) + (p t - w t)) / 2) l = tv p w l ∧
     sum (fun t => (abs (p t - w t) - (p t - w t)) / 2) l = tv p w l := by
