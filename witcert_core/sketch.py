@@ -14,6 +14,7 @@ Per band of a head: one byte for the step, 2, 4 or 8 bits a channel for ``round(
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -63,16 +64,30 @@ def encode_sketch(residual: Tensor, bands: BandMap, bits: int) -> Sketch:
 
 def decode_sketch(sketch: Sketch, bands: BandMap, bits: int) -> Tensor:
     """The estimate ``r^`` [N, Hkv, D] float64 of `encode_sketch`'s residual."""
-    levels = _unpack(sketch.codes, bits)[..., : bands.head_dim].to(torch.float64) - 2 ** (bits - 1) + 0.5
-    index = bands.channel_band.to(levels.device).expand(levels.shape)
-    estimate: Tensor = levels * _step(sketch.steps).gather(-1, index)
+    device = sketch.codes.device
+    levels = _levels(bits, device)[sketch.codes.to(torch.int64)].flatten(-2)[..., : bands.head_dim]
+    estimate: Tensor = levels * _step(sketch.steps)[..., bands.channel_band.to(device)]
     return estimate
 
 
+@functools.lru_cache(maxsize=8)
+def _levels(bits: int, device: torch.device) -> Tensor:
+    """float64 [256, 8 / bits]: how many steps each part of a byte stands for."""
+    shifts = torch.arange(8 // bits) * bits
+    levels = (torch.arange(256)[:, None] >> shifts) & (2**bits - 1)
+    return (levels.to(torch.float64) - 2 ** (bits - 1) + 0.5).to(device)
+
+
+@functools.lru_cache(maxsize=8)
+def _steps(device: torch.device) -> Tensor:
+    """float64 [256]; rounded to float32, so that a kernel's steps are these."""
+    value = torch.exp2((torch.arange(256, dtype=torch.float64) - _OFFSET) / _PER_OCTAVE)
+    value[0] = 0.0
+    return value.to(torch.float32).to(torch.float64).to(device)
+
+
 def _step(steps: Tensor) -> Tensor:
-    """float64; rounded to float32, so that a kernel's steps are these."""
-    value = torch.exp2((steps.to(torch.float64) - _OFFSET) / _PER_OCTAVE).to(torch.float32).to(torch.float64)
-    return torch.where(steps > 0, value, 0.0)
+    return _steps(steps.device)[steps.to(torch.int64)]
 
 
 def _pack(levels: Tensor, bits: int) -> Tensor:
@@ -83,9 +98,3 @@ def _pack(levels: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(per_byte, device=levels.device) * bits
     codes: Tensor = (grouped << shifts).sum(-1).to(torch.uint8)
     return codes
-
-
-def _unpack(codes: Tensor, bits: int) -> Tensor:
-    shifts = torch.arange(8 // bits, device=codes.device) * bits
-    levels: Tensor = ((codes[..., None].to(torch.int64) >> shifts) & (2**bits - 1)).flatten(-2)
-    return levels
