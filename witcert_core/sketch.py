@@ -75,7 +75,8 @@ def _levels(bits: int, device: torch.device) -> Tensor:
     """float64 [256, 8 / bits]: how many steps each part of a byte stands for."""
     shifts = torch.arange(8 // bits) * bits
     levels = (torch.arange(256)[:, None] >> shifts) & (2**bits - 1)
-    return (levels.to(torch.float64) - 2 ** (bits - 1) + 0.5).to(device)
+    table: Tensor = (levels.to(torch.float64) - 2 ** (bits - 1) + 0.5).to(device)
+    return table
 
 
 @functools.lru_cache(maxsize=8)
