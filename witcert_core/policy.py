@@ -30,6 +30,7 @@ from witcert_core.policy_errors import describe_validation_error
 from witcert_core.policy_yaml import PolicyLoader
 from witcert_core.quantizers import Quantizer
 from witcert_core.quantizers.base import DitheredQuantizer, Tier
+from witcert_core.quantizers.engine import EngineCache
 
 MAX_LAYER = 65_535
 GATE_SKETCH_BITS = 4
@@ -154,6 +155,7 @@ class Policy(_Section):
             self._gate = gate_registry().build(self.gate.kind, self.gate.model_dump())
         self._check_tier()
         self._check_storage()
+        self._check_engine()
         self._force_stride()
         self._choose_sketch()
         if self.report.cells != "none" and self.report.jsonl is None:
@@ -194,6 +196,21 @@ class Policy(_Section):
                 "exact blocks: set gate.kind to 'observe' or storage to 'simulated'"
             )
 
+    def _check_engine(self) -> None:
+        """The engine's own cache holds every layer and has no room for exact blocks."""
+        if not self.meters_engine:
+            return
+        if self.quantizer.layers is not None:
+            raise ValueError(
+                "quantizer.layers: names some layers only, but quantizer 'engine' is whatever the engine stores, in "
+                "every layer; set quantizer.layers to null"
+            )
+        if self._gate.repairs:
+            raise ValueError(
+                f"gate.kind: is {self.gate.kind!r}, which repairs, but the engine's own cache has no room for exact "
+                "blocks; set gate.kind to 'observe' or name a quantizer"
+            )
+
     def _choose_sketch(self) -> None:
         """Without a sketch a gate has to restore nearly every block of a coarse quantizer; see docs/meter.md, 2."""
         if self.meter.sketch_bits is None:
@@ -220,6 +237,11 @@ class Policy(_Section):
     def repairs(self) -> bool:
         """Whether the gate writes exact blocks back."""
         return self._gate.repairs
+
+    @property
+    def meters_engine(self) -> bool:
+        """Whether the engine's own cache is metered by reading it back (quantizer.name: engine)."""
+        return isinstance(self._quantizer, EngineCache)
 
     @property
     def tier(self) -> Tier:

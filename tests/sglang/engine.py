@@ -39,6 +39,7 @@ class Engine:
         **sections: Any,
     ) -> None:
         torch.manual_seed(0)
+        own_pool = sections.pop("own_pool", None)  # a dtype or a KV-cache method of SGLang's own
         meter = {"stride": 1, "audit_every": 1, "max_rows": 64, **sections.pop("meter", {})}
         storage = sections.pop("storage", "simulated")
         chosen = {"name": quantizer, "layers": sections.pop("quantized_layers", None), "storage": storage}
@@ -46,6 +47,10 @@ class Engine:
         self.requests = ReqToTokenPool(size=4, max_context_len=128, device="cpu", enable_memory_saver=False)
         method = PackedMethod(quantizer == "int8_dither_w") if storage == "packed" else None
         pool_dtype = torch.int8 if storage == "packed" else dtype
+        if isinstance(own_pool, torch.dtype):
+            pool_dtype = own_pool
+        elif own_pool is not None:
+            method, pool_dtype = own_pool, torch.float4_e2m1fn_x2
         self.pool = MHATokenToKVPool(SLOTS, 1, pool_dtype, HKV, D, LAYERS, "cpu", False, quant_method=method)
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.requests, token_to_kv_pool=self.pool)
         geometry = Geometry(
@@ -126,6 +131,9 @@ class Engine:
         slots = self.requests.req_to_token[self.rows[request], :count].long()
         if self.pool.dtype == torch.int8:
             return self.runtime.cache.cache.read(layer, slots)
+        if self.runtime.policy.meters_engine:
+            k, v = self.runtime.cache.pool.read(layer, slots)
+            return k.float(), v.float()
         return self.pool.get_key_buffer(layer)[slots].float(), self.pool.get_value_buffer(layer)[slots].float()
 
 

@@ -2,6 +2,7 @@
 
 from witcert_core.quantizers.base import DitheredQuantizer, Encoded, QuantContext, Quantizer
 from witcert_core.quantizers.cast import Float8E4M3Cast, Float8E5M2Cast, NoQuantizer
+from witcert_core.quantizers.engine import EngineCache
 from witcert_core.quantizers.function import quantizer
 from witcert_core.quantizers.int8_dither import Int8Dither, Int8DitherWitness
 from witcert_core.quantizers.registry import REGISTRY, QuantizerRegistry
@@ -9,6 +10,7 @@ from witcert_core.quantizers.token_group import Int2TokenGroup, Int4TokenGroup, 
 
 for _builtin in (
     NoQuantizer,
+    EngineCache,
     Float8E4M3Cast,
     Float8E5M2Cast,
     Int8TokenGroup,

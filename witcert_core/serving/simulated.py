@@ -24,7 +24,14 @@ from witcert_core.store import SlotStore
 class SimulatedCache:
     """The engine's pool with the side tensors of every slot and, for a repairing gate, exact copies."""
 
+    reads_engine = False  # whether what the engine itself quantizes is metered
+
     def __init__(self, policy: Policy, geometry: Geometry, pool: Pool, encoder: Encoder) -> None:
+        if policy.meters_engine and not self.reads_engine:
+            raise UnsupportedError(
+                f"quantizer.name is 'engine', but under {geometry.backend} no cache of the engine's own is read back: "
+                "name a quantizer"
+            )
         self.policy = policy
         self.geometry = geometry
         self.pool = pool

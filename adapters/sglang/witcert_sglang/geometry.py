@@ -10,8 +10,11 @@ from witcert_core.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
 
 
-def read_geometry(runner: Any, backend: Any, rank: int = 0, num_ranks: int = 1) -> Geometry:
-    """The geometry of `runner` (a ModelRunner with its pool) under attention backend `backend`, on one of the ranks."""
+def read_geometry(runner: Any, backend: Any, rank: int = 0, num_ranks: int = 1, own: bool = False) -> Geometry:
+    """The geometry of `runner` (a ModelRunner with its pool) under attention backend `backend`, on one of the ranks.
+
+    own: the engine's own quantized cache is metered.
+    """
     pool = runner.token_to_kv_pool
     config = runner.model_config
     num_kv_heads = pool.head_num
@@ -28,8 +31,8 @@ def read_geometry(runner: Any, backend: Any, rank: int = 0, num_ranks: int = 1) 
         head_dim=pool.head_dim,
         v_head_dim=pool.v_head_dim,
         num_slots=pool.k_buffer[0].shape[0],
-        # The packed pool holds codes; exact is then what a plain pool would have held, the model's own dtype.
-        pool_dtype=runner.dtype if pool.dtype == torch.int8 else pool.dtype,
+        # In a pool of codes, ours or the engine's own, exact is what the model handed over.
+        pool_dtype=runner.dtype if own or pool.dtype == torch.int8 else pool.dtype,
         rotary=RotarySpec(pool.head_dim, rotary_dim=rotary_dim(config.hf_text_config, pool.head_dim)),
         device=str(pool.device),
     )

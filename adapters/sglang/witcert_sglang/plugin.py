@@ -22,6 +22,7 @@ from witcert_sglang.backend import metered_factory
 from witcert_sglang.geometry import read_geometry
 from witcert_sglang.hooks import Hook, register
 from witcert_sglang.memory import packed_bytes_per_token, side_bytes_per_token
+from witcert_sglang.pool import backend_scales
 from witcert_sglang.ranks import attention_ranks
 from witcert_sglang.results import send_along, streamer_class
 from witcert_sglang.runtime import SglangRuntime
@@ -97,11 +98,15 @@ class Installation:
         from sglang.srt.arg_groups.overrides import resolved_view
 
         args = resolved_view(server_args)
-        refuse_on_error(support.check_server, args)
+        own = self.policy.meters_engine
+        refuse_on_error(support.check_server, args, own)
+        if own:
+            refuse_on_error(support.check_engine_cache, self.policy.prefill_reads, args)
         refuse_on_error(support.check_gate, self.policy.repairs, self.policy.gate.on_exhausted, args)
         refuse_on_error(support.check_storage, self.policy.quantizer.storage, args)
         config = model_config(server_args)
-        refuse_on_error(support.check_model, config, args.attention_backend, args.kv_cache_dtype, args.device)
+        cache_dtype = "auto" if own else args.kv_cache_dtype
+        refuse_on_error(support.check_model, config, args.attention_backend, cache_dtype, args.device)
         refuse_on_error(check_quantizer, self.quantizer, config.head_dim)
         layers = range(config.num_hidden_layers)
         refuse_on_error(self.policy.quantizer.layers_of, layers)
@@ -134,12 +139,17 @@ class Installation:
 
     def build_runtime(self, runner: Any, backend: Any) -> SglangRuntime:
         if self.runtime is None:
-            support.check_layers(runner.model, runner.token_to_kv_pool.layer_num)
-            support.check_pool(runner.token_to_kv_pool, self.policy.quantizer.storage == "packed")
+            pool, own = runner.token_to_kv_pool, self.policy.meters_engine
+            layers = support.check_layers(runner.model, pool.layer_num)
+            if own:
+                support.check_engine_pool(pool, runner.dtype)
+            else:
+                support.check_pool(pool, self.policy.quantizer.storage == "packed")
             metrics = Metrics() if self.policy.report.prometheus and "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
             ranks = attention_ranks()
-            geometry = read_geometry(runner, backend, ranks.rank, ranks.size)
-            self.runtime = SglangRuntime(self.policy, self.quantizer, geometry, runner.token_to_kv_pool, metrics, ranks)
+            geometry = read_geometry(runner, backend, ranks.rank, ranks.size, own)
+            scales = backend_scales(layers, runner.server_args.attention_backend) if own else {}
+            self.runtime = SglangRuntime(self.policy, self.quantizer, geometry, pool, metrics, ranks, scales)
         return self.runtime
 
     def after_cell_size(self, result: int, configurator: Any, kvc: Any, num_layers: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from witcert_core.quantizers.base import Quantizer
 from witcert_core.report.prometheus import Metrics
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.engine_cache import EngineCache
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.packed import PackedStorage
 from witcert_core.serving.ranks import Ranks
@@ -21,7 +22,7 @@ from witcert_core.serving.rows import RequestPass
 from witcert_core.serving.runtime import Cache, Runtime
 from witcert_core.serving.simulated import SimulatedCache
 from witcert_sglang.packed import packed_layers
-from witcert_sglang.pool import SlotPool
+from witcert_sglang.pool import EnginePool, SlotPool
 from witcert_sglang.results import StepOutput, send_along
 
 
@@ -36,15 +37,26 @@ class SglangRuntime(Runtime):
         pool: Any,
         metrics: Metrics | None,
         ranks: Ranks | None = None,
+        scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
+        """scales: of a pool that SGLang quantizes itself, see `EnginePool`."""
         self.pool = pool
 
         def make_cache(encoder: Encoder) -> Cache:
             if policy.quantizer.storage == "packed":
                 return PackedStorage(policy, geometry, packed_layers(pool), encoder)
+            if policy.meters_engine:
+                return EngineCache(policy, geometry, EnginePool(pool, geometry.pool_dtype, scales or {}), encoder)
             return SimulatedCache(policy, geometry, SlotPool(pool), encoder)
 
         super().__init__("sglang", policy, quantizer, geometry, make_cache, metrics, ranks)
+
+    def status(self) -> dict[str, Any]:
+        """As in the core; the pool's dtype is the one SGLang stores in where its own cache is metered."""
+        found = super().status()
+        if self.policy.meters_engine:
+            found["pool_dtype"] = str(self.pool.dtype).removeprefix("torch.")
+        return found
 
     def around_forward(
         self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any

@@ -69,17 +69,20 @@ def check_model_path(model_path: str) -> None:
         raise UnsupportedError(f"--model-path {model_path}: no such directory")
 
 
-def check_server(args: Any) -> None:
-    """Raise UnsupportedError for server options (resolved) under which the meter would not see everything."""
+def check_server(args: Any, own_cache: bool = False) -> None:
+    """Raise UnsupportedError for server options (resolved) under which the meter would not see everything.
+
+    own_cache: the policy meters the engine's own quantized cache.
+    """
     for option, (allowed, why) in REFUSED_OPTIONS.items():
         value = getattr(args, option)
         if value != allowed and (value or allowed):  # unset options are None or False
             flag = "--" + option.replace("_", "-")
             raise UnsupportedError(f"{flag} {value}: {why}; use {allowed!r} or unset WITCERT_POLICY")
-    if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+    if not own_cache and args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
         raise UnsupportedError(
-            f"--kv-cache-dtype {args.kv_cache_dtype}: the engine's own quantized cache is not metered yet; "
-            "use --kv-cache-dtype auto and a quantizer in the policy"
+            f"--kv-cache-dtype {args.kv_cache_dtype} quantizes behind the policy's quantizer; set quantizer.name to "
+            "'engine' to meter that cache, or use --kv-cache-dtype auto"
         )
     for option in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         backend = getattr(args, option)
@@ -90,6 +93,38 @@ def check_server(args: Any) -> None:
     if args.device != "cpu" and not args.disable_cuda_graph:
         raise UnsupportedError(
             "CUDA graphs: replayed passes run no Python, so nothing would be measured; add --disable-cuda-graph"
+        )
+
+
+def check_engine_cache(prefill_reads: str, args: Any) -> None:
+    """Raise UnsupportedError where the engine's own cache cannot be metered as its attention reads it."""
+    if args.device != "cpu":
+        raise UnsupportedError(
+            f"quantizer.name: engine on device {args.device!r}: kernels there round attention weights to the cache's "
+            "dtype, which no radius covers yet; name the cast in the policy instead (quantizer.name: fp8_e4m3_cast) "
+            "and start with --kv-cache-dtype auto --attention-backend triton"
+        )
+    backend = args.prefill_attention_backend or args.attention_backend
+    needed = {"torch_native": "stored", "triton": "chunk_exact"}[backend]
+    if prefill_reads != needed:
+        raise UnsupportedError(
+            f"quantizer.name: engine with attention backend {backend}, whose prompt chunks read "
+            f"{'what they stored' if needed == 'stored' else 'their own exact keys'}: set prefill_reads to {needed!r}"
+        )
+
+
+def check_engine_pool(pool: Any, model_dtype: torch.dtype) -> None:
+    """Raise UnsupportedError for a pool of the engine's own that cannot be read back, or that quantizes nothing."""
+    check_pool_kind(pool)
+    if pool.dtype == model_dtype:
+        raise UnsupportedError(
+            f"quantizer.name: engine, but the pool keeps the model's own {str(model_dtype).removeprefix('torch.')}, so "
+            "nothing is quantized; start the server with the --kv-cache-dtype to be metered"
+        )
+    if pool.is_quantized_kv_cache and not pool.quant_method.needs_plain_kv_dequant_read():
+        raise UnsupportedError(
+            f"quantizer.name: engine: a {pool.quant_method.name} pool is read by kernels only, so what they read is "
+            "not known; name a quantizer in the policy and use --kv-cache-dtype auto"
         )
 
 
@@ -167,8 +202,8 @@ def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto", device:
         )
 
 
-def check_layers(model: Any, num_layers: int) -> None:
-    """Raise UnsupportedError for attention layers that do more than causal softmax over their own keys."""
+def check_layers(model: Any, num_layers: int) -> list[Any]:
+    """The attention layers; UnsupportedError for some that do more than causal softmax over their own keys."""
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
@@ -188,10 +223,11 @@ def check_layers(model: Any, num_layers: int) -> None:
         ):
             if odd:
                 raise UnsupportedError(f"attention layer {layer.layer_id} uses {what}, which the meter does not follow")
+    return layers
 
 
-def check_pool(pool: Any, packed: bool = False) -> None:
-    """Raise UnsupportedError for a pool whose rows are not plain 16- or 32-bit keys and values, one row a token."""
+def check_pool_kind(pool: Any) -> None:
+    """Raise UnsupportedError for a pool whose rows are not one token each."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     if type(pool) is not MHATokenToKVPool:
@@ -200,6 +236,11 @@ def check_pool(pool: Any, packed: bool = False) -> None:
         )
     if pool.kv_cache_layout != "nhd":
         raise UnsupportedError(f"the pool's layout is {pool.kv_cache_layout!r}; metered is 'nhd'")
+
+
+def check_pool(pool: Any, packed: bool = False) -> None:
+    """Raise UnsupportedError for a pool whose rows are not plain 16- or 32-bit keys and values, one row a token."""
+    check_pool_kind(pool)
     allowed = (torch.int8,) if packed else (torch.float32, torch.float16, torch.bfloat16)
     if pool.dtype not in allowed:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)

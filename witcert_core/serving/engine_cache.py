@@ -1,0 +1,46 @@
+"""`quantizer: engine`: the engine writes and quantizes as it likes, and what it stored is read back and metered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from witcert_core.serving import measuring
+from witcert_core.serving.calls import AttentionCall, Coded
+from witcert_core.serving.gathered import gather
+from witcert_core.serving.rows import RowPlan
+from witcert_core.serving.simulated import SimulatedCache
+from witcert_core.serving.step import StepCells
+
+
+class EngineCache(SimulatedCache):
+    """The pool as a black box. `pool.read` gives what attention makes of the stored bytes, scales included.
+
+    Whether a chunk reads its own exact keys is the engine's doing; `call.reads_stored` must say what it does.
+    """
+
+    reads_engine = True
+
+    def moved(self, target: Tensor, source: Tensor) -> None:
+        """The engine copied rows; whether their scales went along is not known."""
+        self.overwritten(target)
+
+    def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
+        """The engine's attention as it is, then the cells of what it read."""
+        # A copy: engines divide keys by their scale in place before they store them.
+        call = replace(call, exact_k=call.exact_k.clone(), exact_v=call.exact_v.clone())
+        out = call.run(None, None)
+        exact = Coded(call.exact_k, None), Coded(call.exact_v, None)
+        self._account(call, *exact)
+        if plan.rows and call.layer in self.metered_layers:
+            own = None
+            if not call.reads_stored:
+                own = list(zip(*(torch.split(x, plan.new_tokens) for x in (call.exact_k, call.exact_v)), strict=True))
+            side = self.store[call.layer]
+            read = gather(plan.requests, side, lambda flat: self.pool.read(call.layer, flat), own)
+            exact_k = self.store.exact_k.get(call.layer)
+            audited = None if exact_k is None else exact_k[read.slots]
+            measuring.observe(step, plan, call, read, audited, deltas, self.policy.meter.form)
+        return out
