@@ -2,7 +2,8 @@
 
 This page is the public surface; everything it does not name may change between minor versions.
 
-Write a quantizer    quantizer (decorator), Quantizer, DitheredQuantizer, QuantContext, Encoded, RotarySpec
+Write a quantizer    quantizer (decorator), Quantizer, QuantContext, RotarySpec, CodedQuantizer, Part,
+                     CalibratedQuantizer, DitheredQuantizer, Encoded, check_quantizer
 Plug in              hookimpl, CellEvent
 Configure            Policy, load_policy
 Measure              measure, CellBatch
@@ -14,17 +15,30 @@ from witcert_core.errors import PluginError, PolicyError, QuantizerError, Unsupp
 from witcert_core.hooks import hookimpl
 from witcert_core.meter import CellBatch, measure
 from witcert_core.policy import Policy, load_policy
-from witcert_core.quantizers import DitheredQuantizer, Encoded, QuantContext, Quantizer, quantizer
+from witcert_core.quantizers import (
+    CalibratedQuantizer,
+    CodedQuantizer,
+    DitheredQuantizer,
+    Encoded,
+    Part,
+    QuantContext,
+    Quantizer,
+    quantizer,
+)
+from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.report.record import CellEvent
 from witcert_core.report.summary import RequestLedger
 from witcert_core.report.text import render_sentence, render_table
 from witcert_core.rotary import RotarySpec
 
 __all__ = [
+    "CalibratedQuantizer",
     "CellBatch",
     "CellEvent",
+    "CodedQuantizer",
     "DitheredQuantizer",
     "Encoded",
+    "Part",
     "PluginError",
     "Policy",
     "PolicyError",
@@ -35,6 +49,7 @@ __all__ = [
     "RotarySpec",
     "UnsupportedError",
     "WitCertError",
+    "check_quantizer",
     "hookimpl",
     "load_policy",
     "measure",

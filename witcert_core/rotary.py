@@ -84,3 +84,61 @@ class RotarySpec:
         out[..., pairs[:, 0]] = (a * cos - b * sin).to(x.dtype)
         out[..., pairs[:, 1]] = (a * sin + b * cos).to(x.dtype)
         return out
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """An engine's own rotary embedding, from the table it looks cosines and sines up in.
+
+    Args:
+        spec: pairing of the channels.
+        cos_sin: ``[POSITIONS, rotary_dim]`` float: cosines of all pairs, then sines (``cos_sin_cache`` of SGLang and
+            vLLM). Both may carry a factor (``mscale`` of YaRN): it is part of :meth:`rotate` and taken off again by
+            :meth:`unrotate`.
+
+    Both turns are computed in float32. They are inverse to each other up to rounding only, which is why a witness is
+    taken of what is stored in the end and never of what a quantizer saw.
+    """
+
+    spec: RotarySpec
+    cos_sin: Tensor
+
+    def __post_init__(self) -> None:
+        if self.cos_sin.ndim != 2 or self.cos_sin.shape[1] != self.spec.dim:
+            raise InputError(
+                f"cos_sin has shape {tuple(self.cos_sin.shape)}; expected [POSITIONS, rotary_dim={self.spec.dim}]"
+            )
+
+    def mscale(self, positions: Tensor) -> Tensor:
+        """How much :meth:`rotate` lengthens each pair, float32 ``[N, n_pairs]``: 1 without a factor."""
+        cos, sin = self._angles(positions)
+        return torch.hypot(cos, sin)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Keys as the model would hand them over, float32 ``[N, H, D]``, from keys before RoPE."""
+        cos, sin = (t[:, None] for t in self._angles(positions))
+        return self._turn(x, cos, sin)
+
+    def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Keys before RoPE, float32 ``[N, H, D]``, from ``x [N, H, D]`` after it."""
+        cos, sin = (t[:, None] for t in self._angles(positions))
+        square = cos.square() + sin.square()
+        return self._turn(x, cos / square, -sin / square)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < len(self.cos_sin):
+            raise InputError(
+                f"positions {int(positions.min())}..{int(positions.max())} are not all in the table's 0.."
+                f"{len(self.cos_sin) - 1}"
+            )
+        cos, sin = self.cos_sin[positions].to(torch.float32).chunk(2, dim=-1)
+        return cos, sin
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if x.shape[-1] != self.spec.head_dim:
+            raise InputError(f"x has {x.shape[-1]} channels; this table is for head_dim={self.spec.head_dim}")
+        pairs = self.spec.pair_channels().to(x.device)
+        out = x.to(torch.float32, copy=True)
+        a, b = out[..., pairs[:, 0]], out[..., pairs[:, 1]]
+        out[..., pairs[:, 0]], out[..., pairs[:, 1]] = a * cos - b * sin, a * sin + b * cos
+        return out

@@ -1,6 +1,14 @@
 """Quantizers: what they are, which exist, and how a plain function becomes one."""
 
-from witcert_core.quantizers.base import DitheredQuantizer, Encoded, QuantContext, Quantizer
+from witcert_core.quantizers.base import (
+    CalibratedQuantizer,
+    CodedQuantizer,
+    DitheredQuantizer,
+    Encoded,
+    Part,
+    QuantContext,
+    Quantizer,
+)
 from witcert_core.quantizers.cast import Float8E4M3Cast, Float8E5M2Cast, NoQuantizer
 from witcert_core.quantizers.engine import EngineCache
 from witcert_core.quantizers.function import quantizer
@@ -23,8 +31,11 @@ for _builtin in (
 
 __all__ = [
     "REGISTRY",
+    "CalibratedQuantizer",
+    "CodedQuantizer",
     "DitheredQuantizer",
     "Encoded",
+    "Part",
     "QuantContext",
     "Quantizer",
     "QuantizerRegistry",

@@ -6,6 +6,7 @@ Shapes: N tokens, H local KV heads, D channels of a head, G = ceil(D / group) gr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -31,6 +32,7 @@ class QuantContext:
     head_ids: the *global* ids of the H local KV heads, so that a head gives the same codes on any TP rank.
     storage_dtype: the dtype the cache keeps the result in (the caller casts to it afterwards).
     row_ids [N] int64 and dither_key: only there for dithered quantizers.
+    state [N, H, W] float32: only there for calibrated ones, what `calibrate` made of each token's own request.
     """
 
     head_ids: tuple[int, ...]
@@ -39,6 +41,7 @@ class QuantContext:
     storage_dtype: torch.dtype
     row_ids: Tensor | None = None
     dither_key: DitherKey | None = None
+    state: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,10 @@ class Quantizer(ABC):
 
     Class flags:
       name            what a policy calls it
-      space           whether it wants keys after the rotary embedding or before (the adapter rotates)
-      token_group     tokens quantized together; a group is handed over whole once it is closed
-      state           "request" if a token's codes depend on earlier tokens of its request
+      space           whether it wants keys after the rotary embedding or before (the core turns them; values are
+                      what they are)
+      token_group     tokens quantized together, positions i * token_group onwards; handed over whole once it is closed
+      state           "request" if codes depend on a calibration over the first tokens of the request
       tier            "dither" if the error follows the dither law, else "witness"
       stored_witness  whether the cache keeps one residual norm per group beside the codes
     """
@@ -60,6 +64,16 @@ class Quantizer(ABC):
     state: ClassVar[State] = "none"
     tier: ClassVar[Tier] = "witness"
     stored_witness: ClassVar[bool] = False
+
+    @property
+    def recent_tokens(self) -> int:
+        """Newest tokens of a request that stay exact, beside those of its open group."""
+        return 0
+
+    @property
+    def calibration_tokens(self) -> int:
+        """First tokens of a request that `calibrate` is shown; all its tokens stay exact until it has so many."""
+        return 0
 
     @abstractmethod
     def fake_quantize(
@@ -73,7 +87,10 @@ class Quantizer(ABC):
         """
 
     def bytes_per_token_head(self, head_dim: int) -> float | None:
-        """Bytes of K and V together, scales included, for one token and KV head; None when not known."""
+        """Bytes of K and V together, scales included, for one token and KV head; None when not known.
+
+        Of a quantized token: exact ones (recent, calibrating, sinks) are few and the same for any length.
+        """
         return None
 
 
@@ -100,6 +117,81 @@ class DitheredQuantizer(Quantizer):
         self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
     ) -> Tensor:
         return self.encode(x, kind=kind, layer=layer, positions=positions, ctx=ctx).values
+
+
+@dataclass(frozen=True)
+class CalibratedQuantizer(Quantizer):
+    """A quantizer whose codes depend on the first `calibration_tokens` tokens of the request, and on nothing else.
+
+    Requests that share these tokens share the state. Give `calibration_tokens` as a field with a default.
+    """
+
+    state: ClassVar[State] = "request"
+
+    @property
+    @abstractmethod
+    def calibration_tokens(self) -> int: ...
+
+    @abstractmethod
+    def calibrate(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
+        """The state [H, W] float32 of one request, from its first tokens x [calibration_tokens, H, D] float32.
+
+        Head by head: a NaN may spoil the state of its own head only.
+        """
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the tensors a cache would keep: values [ROWS, H, ...], each element in `bits` bits.
+
+    ROWS is N, or N / token_group for what a group shares. Integers below 2^bits, or floats of that width.
+    """
+
+    values: Tensor
+    bits: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes when every row and head is packed by itself."""
+        rows = self.values.shape[0] * self.values.shape[1]
+        per_row = self.values[0, 0].numel() if rows else 0
+        return rows * -(-per_row * self.bits // 8)
+
+
+@dataclass(frozen=True)
+class CodedQuantizer(Quantizer):
+    """A quantizer that says what it would store: `decode` must get along with what `encode` made.
+
+    So its number of bytes can be counted, and `fake_quantize` cannot keep more than that.
+    """
+
+    @property
+    def sink_tokens(self) -> int:
+        """Tokens at the start of a request that it leaves exact ("attention sinks")."""
+        return 0
+
+    @abstractmethod
+    def encode(
+        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
+    ) -> Mapping[str, Part]:
+        """Everything stored for x [N, H, D] float32."""
+
+    @abstractmethod
+    def decode(
+        self, parts: Mapping[str, Part], *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
+    ) -> Tensor:
+        """x~ [N, H, D] float32 from the parts alone."""
+
+    def fake_quantize(
+        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
+    ) -> Tensor:
+        check_input(self.name, x, kind, positions, ctx)
+        parts = self.encode(x, kind=kind, layer=layer, positions=positions, ctx=ctx)
+        values = self.decode(parts, kind=kind, layer=layer, positions=positions, ctx=ctx)
+        return torch.where((positions < self.sink_tokens)[:, None, None], x, values)
+
+    @abstractmethod
+    def bytes_per_token_head(self, head_dim: int) -> float: ...
 
 
 def check_input(name: str, x: Tensor, kind: str, positions: Tensor, ctx: QuantContext) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from witcert_core.dither import DitherKey, num_groups
 from witcert_core.errors import QuantizerError
-from witcert_core.quantizers.base import KINDS, DitheredQuantizer, Kind, QuantContext, Quantizer
+from witcert_core.quantizers.base import (
+    KINDS,
+    CalibratedQuantizer,
+    CodedQuantizer,
+    DitheredQuantizer,
+    Kind,
+    QuantContext,
+    Quantizer,
+)
 from witcert_core.rotary import RotarySpec
 
 FP16_MAX = 65504.0
@@ -21,17 +31,25 @@ def check_quantizer(quantizer: Quantizer, head_dim: int = 128, num_heads: int = 
 
     For K and V: shape, dtype and finiteness of the result; the input untouched; the same result again, for a
     token alone as in any batch, and for a head alone as on any tensor-parallel rank; a NaN or Inf confined to
-    its own token (group) and head; a plausible number of bytes.
+    its own token (group) and head; a plausible number of bytes. Of a calibrated one also its state, of a coded one
+    that its codes fit their bits and take the bytes it declares.
     """
-    case = _Case(quantizer, head_dim, num_heads)
+    try:
+        case = _Case(quantizer, head_dim, num_heads)
+    except Exception as error:
+        raise QuantizerError(
+            f"quantizer {quantizer.name!r}, head_dim {head_dim}: calibration failed: {type(error).__name__}: {error}"
+        ) from error
     for kind in KINDS:
         for check in (
+            _check_state,
             _check_form,
             _check_repeatable,
             _check_tokens,
             _check_heads,
             _check_nonfinite,
             _check_empty,
+            _check_codes,
         ):
             try:
                 check(case, kind)
@@ -41,7 +59,7 @@ def check_quantizer(quantizer: Quantizer, head_dim: int = 128, num_heads: int = 
                 )
                 where = f"quantizer {quantizer.name!r}, head_dim {head_dim}, kind {kind!r}"
                 raise QuantizerError(f"{where}: {' '.join(cause.split())}") from error
-    _check_bytes(quantizer, head_dim)
+    _check_bytes(case)
 
 
 class _Case:
@@ -59,16 +77,40 @@ class _Case:
         self.x[1, 0, :] = 0.0
         self.x[2, 0, :] = 0.75
         self.row_ids = torch.arange(1, self.num_tokens + 1)
+        prefix = (quantizer.calibration_tokens, num_heads, head_dim)
+        self.prefix = torch.randn(prefix, generator=generator)
+        self.prefix[:, 1, 0] += 40.0
+        self.prefix[:, 2:, 1] = 0.0
+        self._states = {kind: self.calibrated(self.prefix, kind) for kind in KINDS}
+
+    def calibrated(self, prefix: Tensor, kind: Kind, heads: tuple[int, ...] | None = None) -> Tensor | None:
+        """The state [H, W] of a request that begins with `prefix` [C, H, D]; None for a quantizer without one."""
+        if not isinstance(self.quantizer, CalibratedQuantizer):
+            return None
+        index = torch.arange(len(prefix))
+        ctx = self.context(index + 1, self.head_ids if heads is None else heads)
+        return self.quantizer.calibrate(prefix, kind=kind, layer=_LAYER, positions=index, ctx=ctx)
 
     def run(
         self, x: Tensor, kind: Kind, tokens: Tensor | None = None, heads: tuple[int, ...] | None = None
     ) -> Tensor:
         """Quantize x [N, H, D]; tokens and heads say which of the case's it holds (None: all)."""
         index = torch.arange(self.num_tokens) if tokens is None else tokens
-        chosen = self.head_ids if heads is None else heads
-        return self.quantizer.fake_quantize(
-            x, kind=kind, layer=_LAYER, positions=index, ctx=self.context(self.row_ids[index], chosen)
-        )
+        ctx = self.seen(kind, index, self.head_ids if heads is None else heads)
+        return self.quantizer.fake_quantize(x, kind=kind, layer=_LAYER, positions=self.positions[index], ctx=ctx)
+
+    @property
+    def positions(self) -> Tensor:
+        """Far from the start, where a quantizer may leave sinks alone; the first of a group."""
+        return torch.arange(self.num_tokens) + 64 * self.quantizer.token_group
+
+    def seen(self, kind: Kind, index: Tensor, heads: tuple[int, ...]) -> QuantContext:
+        """The context of some tokens and heads, the state of their request included."""
+        state = self._states[kind]
+        if state is not None:
+            local = [self.head_ids.index(head) for head in heads]
+            state = state[local].expand(len(index), -1, -1)
+        return replace(self.context(self.row_ids[index], heads), state=state)
 
     def context(self, row_ids: Tensor, heads: tuple[int, ...]) -> QuantContext:
         return QuantContext(
@@ -102,7 +144,7 @@ def _check_form(case: _Case, kind: Kind) -> None:
 
 
 def _check_encoding(case: _Case, quantizer: DitheredQuantizer, kind: Kind, result: Tensor) -> None:
-    positions = torch.arange(case.num_tokens)
+    positions = case.positions
     ctx = case.context(case.row_ids, case.head_ids)
     encoded = quantizer.encode(case.x, kind=kind, layer=_LAYER, positions=positions, ctx=ctx)
     scales_shape = (*case.x.shape[:2], num_groups(case.head_dim))
@@ -184,8 +226,68 @@ def _check_empty(case: _Case, kind: Kind) -> None:
     _require(result.shape == case.x[:0].shape, f"no tokens gave shape {tuple(result.shape)}")
 
 
-def _check_bytes(quantizer: Quantizer, head_dim: int) -> None:
+def _check_state(case: _Case, kind: Kind) -> None:
+    """A calibration: the same again, head by head, not spoiled by another head, and needed."""
+    state = case.calibrated(case.prefix, kind)
+    if state is None:
+        return
+    heads = len(case.head_ids)
+    _require(
+        state.dtype == torch.float32 and state.ndim == 2 and state.shape[0] == heads,
+        f"calibrate gives {state.dtype} {tuple(state.shape)}, not torch.float32 [{heads}, W]",
+    )
+    _require(bool(state.isfinite().all()), "a finite prefix calibrates to NaN or Inf")
+    _same(case.calibrated(case.prefix, kind), state, "the same prefix calibrates to another state the second time")
+    for local, head in enumerate(case.head_ids):
+        alone = case.calibrated(case.prefix[:, local : local + 1].contiguous(), kind, heads=(head,))
+        _same(alone, state[local : local + 1], "the state of a head depends on the others")
+    spoiled = case.prefix.clone()
+    spoiled[0, 1, 0] = float("nan")
+    after = case.calibrated(spoiled, kind)
+    _require(after is not None and torch.equal(after[0], state[0]), "nan in one head changes the state of another")
+    for factor in (0.0, 1e-30, FP16_MAX / 64):
+        extreme = case.calibrated((case.prefix * factor).clamp(-FP16_MAX, FP16_MAX), kind)
+        _require(
+            extreme is not None and bool(extreme.isfinite().all()),
+            f"a finite prefix (times {factor:g}) calibrates to NaN or Inf",
+        )
+
+
+def _check_codes(case: _Case, kind: Kind) -> None:
+    """Codes fit their bits, whole groups give whole rows, and the values come from them alone."""
+    quantizer = case.quantizer
+    if not isinstance(quantizer, CodedQuantizer):
+        return
+    ctx = case.seen(kind, torch.arange(case.num_tokens), case.head_ids)
+    parts = quantizer.encode(case.x, kind=kind, layer=_LAYER, positions=case.positions, ctx=ctx)
+    rows = (case.num_tokens, case.num_tokens // quantizer.token_group)
+    for name, part in parts.items():
+        values = part.values
+        _require(
+            values.shape[0] in rows and values.shape[1] == len(case.head_ids),
+            f"part {name!r} has shape {tuple(values.shape)}, not [{rows[0]} or {rows[1]}, {len(case.head_ids)}, ...]",
+        )
+        if values.is_floating_point():
+            _require(8 * values.element_size() == part.bits, f"part {name!r} is {values.dtype} in {part.bits} bits")
+        else:
+            fits = bool((values >= 0).all() and (values.to(torch.int64) < 2**part.bits).all())
+            _require(fits, f"part {name!r} has integers that do not fit {part.bits} bits")
+    decoded = quantizer.decode(parts, kind=kind, layer=_LAYER, positions=case.positions, ctx=ctx)
+    _same(decoded, case.run(case.x, kind), "fake_quantize is not decode(encode(x))")
+
+
+def _check_bytes(case: _Case) -> None:
+    quantizer, head_dim = case.quantizer, case.head_dim
     size = quantizer.bytes_per_token_head(head_dim)
+    if isinstance(quantizer, CodedQuantizer):
+        counted = 0.0
+        for kind in KINDS:
+            ctx = case.seen(kind, torch.arange(case.num_tokens), case.head_ids)
+            parts = quantizer.encode(case.x, kind=kind, layer=_LAYER, positions=case.positions, ctx=ctx)
+            counted += sum(part.nbytes for part in parts.values()) / (case.num_tokens * len(case.head_ids))
+        if size is None or abs(counted - size) > 1e-6:
+            declared = f"quantizer {quantizer.name!r}: bytes_per_token_head({head_dim}) is {size!r}"
+            raise QuantizerError(f"{declared}; its codes take {counted:g}")
     if size is not None and not 0 < size <= 8 * head_dim:
         raise QuantizerError(
             f"quantizer {quantizer.name!r}: bytes_per_token_head({head_dim}) is {size!r}; expected None or "
@@ -193,8 +295,8 @@ def _check_bytes(quantizer: Quantizer, head_dim: int) -> None:
         )
 
 
-def _same(a: Tensor, b: Tensor, broken: str) -> None:
-    _require(torch.equal(a, b), broken)
+def _same(a: Tensor | None, b: Tensor | None, broken: str) -> None:
+    _require(a is not None and b is not None and torch.equal(a, b), broken)
 
 
 def _require(kept: bool, broken: str) -> None:

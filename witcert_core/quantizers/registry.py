@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from witcert_core.errors import QuantizerError
-from witcert_core.quantizers.base import DitheredQuantizer, Quantizer, Space, State, Tier
+from witcert_core.quantizers.base import CalibratedQuantizer, DitheredQuantizer, Quantizer, Space, State, Tier
 from witcert_core.suggest import did_you_mean, listed
 
 _NAME = re.compile(r"[a-z][a-z0-9_.+-]*")
@@ -138,6 +138,16 @@ def _check_class(cls: object) -> None:
         raise QuantizerError(
             f"cannot register {where}: tier is {cls.tier!r}, but only a DitheredQuantizer, whose error "
             "follows the dither law by construction, has tier 'dither'"
+        )
+    if (cls.state == "request") != issubclass(cls, CalibratedQuantizer):
+        raise QuantizerError(
+            f"cannot register {where}: state is {cls.state!r}, but a CalibratedQuantizer, which says what it is "
+            "calibrated on, is what has state 'request'"
+        )
+    if cls.tier == "dither" and (cls.space != "post_rope" or cls.token_group != 1 or cls.state != "none"):
+        raise QuantizerError(
+            f"cannot register {where}: a dithered quantizer on {cls.space} keys, groups of {cls.token_group} and "
+            f"state {cls.state!r}; the dither's law is known for single tokens after RoPE without state"
         )
 
 

@@ -1,0 +1,193 @@
+"""When tokens are quantized: which slots of a request still hold exact keys and values, and which are due.
+
+A token is *open* while the cache holds it exactly (radius 0) and *closed* once it was quantized, which happens once and
+for all layers in the same pass. Quantizers of single tokens close every token as it is written; for the others a token
+waits until its group is complete, it is no longer among the newest, and the request's calibration is there.
+
+Shapes: SLOTS slots of the engine's pool, M tokens due.
+
+Sharing. What a closed group holds follows from its own tokens and, for a calibrated quantizer, from the first
+`calibration_tokens` of the request. Requests may therefore share slots in whole units of `sharing_unit` tokens from the
+start: then every group, and the calibration, belongs to all of them alike, and it does not matter whose progress closes
+it. Shared slots that still are open are closed once, by the first request that gets far enough. A group some of whose
+slots are closed belongs to requests that parted inside it; there is no consistent way to quantize it, so it is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.quantizers.base import Kind, Quantizer
+
+States = dict[tuple[int, Kind], Tensor]
+
+
+@dataclass(frozen=True)
+class ClosingRule:
+    """How many tokens of a request are closed, from its length alone."""
+
+    token_group: int = 1
+    recent_tokens: int = 0
+    calibration_tokens: int = 0
+
+    @classmethod
+    def of(cls, quantizer: Quantizer) -> ClosingRule:
+        return cls(quantizer.token_group, quantizer.recent_tokens, quantizer.calibration_tokens)
+
+    @property
+    def immediate(self) -> bool:
+        """Whether every token is closed as it is written."""
+        return self == ClosingRule()
+
+    @property
+    def sharing_unit(self) -> int:
+        """Requests may share their first tokens in multiples of this."""
+        return math.lcm(self.token_group, max(self.calibration_tokens, 1))
+
+    def num_closed(self, length: int) -> int:
+        """How many of the first tokens of a request of `length` tokens are closed; always whole groups."""
+        if length < self.calibration_tokens:
+            return 0
+        return max(length - self.recent_tokens, 0) // self.token_group * self.token_group
+
+    def check_sharing(self, unit: int, how: str) -> None:
+        """Raise UnsupportedError if the engine shares prefixes in units of `unit` tokens that may split a group.
+
+        how: what the operator can change, e.g. "--page-size 64 or --disable-radix-cache".
+        """
+        if unit % self.sharing_unit:
+            raise UnsupportedError(
+                f"this quantizer works on {self.sharing_unit} tokens together, but requests share prefixes in units of "
+                f"{unit}, so two requests could part inside a group; use {how}"
+            )
+
+
+@dataclass(frozen=True)
+class DueTokens:
+    """Tokens to be closed in this pass, whole groups one after the other.
+
+    slots, positions [M] int64; anchors: for a calibrated quantizer the slot that owns each token's state, [M].
+    calibrating: anchor -> slots [calibration_tokens] of a request whose state is still to be made.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    anchors: Tensor
+    calibrating: dict[int, Tensor] = field(default_factory=dict)
+
+
+class OpenTokens:
+    """Which slots are closed, and the calibrated states; one per rank, for all layers.
+
+    The state of a request is kept under its *anchor*, the slot of its token `calibration_tokens` - 1. That slot stands
+    for the tokens before it as well, so requests that share the calibrated prefix find the same state; it is dropped when
+    the slot is written again.
+    """
+
+    def __init__(self, rule: ClosingRule, num_slots: int, device: str | torch.device = "cpu") -> None:
+        self.rule = rule
+        self.closed = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self._is_anchor = torch.zeros(num_slots, dtype=torch.bool)
+        self._states: dict[int, States] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flags; states are a few numbers per head and request."""
+        return self.closed.nbytes
+
+    @property
+    def num_states(self) -> int:
+        return len(self._states)
+
+    def written(self, slots: Tensor) -> None:
+        """New tokens go into `slots` [N]: they are open, and what their slots stood for is gone."""
+        self.closed[slots] = False
+        self._drop(slots)
+
+    def moved(self, target: Tensor, source: Tensor) -> None:
+        """The engine copied slots `source` [N] onto `target` [N]."""
+        self.closed[target] = self.closed[source]
+        states = [self._states.get(slot) for slot in source.tolist()]
+        self._drop(target)
+        for slot, state in zip(target.tolist(), states, strict=True):
+            if state is not None:
+                self._states[slot] = state
+                self._is_anchor[slot] = True
+
+    def overwritten(self, slots: Tensor) -> None:
+        """Something unknown is in `slots`: it counts as closed, nothing in it is exact."""
+        self.closed[slots] = True
+        self._drop(slots)
+
+    def due(self, requests: Sequence[Tensor]) -> DueTokens:
+        """Close what is due, given the slots [LENGTH] of each request of the pass, new tokens included.
+
+        Raises UnsupportedError for a group that is closed in part, and for a request whose state is gone.
+        """
+        slots: list[Tensor] = []
+        positions: list[Tensor] = []
+        anchors: list[Tensor] = []
+        calibrating: dict[int, Tensor] = {}
+        for request in requests:
+            end = self.rule.num_closed(request.numel())
+            wanted = (~self.closed[request[:end]]).nonzero().flatten()
+            if not wanted.numel():
+                continue
+            self._check_whole(wanted)
+            mine = request[wanted]
+            self.closed[mine] = True  # at once: another request of this pass may share these slots
+            slots.append(mine)
+            positions.append(wanted)
+            if self.rule.calibration_tokens:
+                prefix = request[: self.rule.calibration_tokens]
+                anchor = int(prefix[-1])
+                anchors.append(torch.full_like(wanted, anchor))
+                if anchor not in self._states:
+                    self._check_calibrates(wanted)
+                    calibrating[anchor] = prefix
+                    self._states[anchor] = {}
+                    self._is_anchor[anchor] = True
+        none = torch.zeros(0, dtype=torch.int64, device=self.closed.device)
+        return DueTokens(
+            torch.cat([none, *slots]), torch.cat([none, *positions]), torch.cat([none, *anchors]), calibrating
+        )
+
+    def set_state(self, anchor: int, layer: int, kind: Kind, state: Tensor) -> None:
+        """Keep the state [H, W] of a request for one layer and kind."""
+        self._states[anchor][layer, kind] = state
+
+    def state(self, anchors: Tensor, layer: int, kind: Kind) -> Tensor:
+        """The states [M, H, W] of tokens by their anchors [M]."""
+        distinct, which = torch.unique(anchors, return_inverse=True)
+        return torch.stack([self._states[anchor][layer, kind] for anchor in distinct.tolist()])[which]
+
+    def _drop(self, slots: Tensor) -> None:
+        on_host = slots.to(self._is_anchor.device, torch.int64)
+        for slot in on_host[self._is_anchor[on_host]].tolist():
+            self._states.pop(slot, None)
+            self._is_anchor[slot] = False
+
+    def _check_whole(self, positions: Tensor) -> None:
+        """`positions` are those of open tokens: they must be whole groups."""
+        size = self.rule.token_group
+        _, counts = torch.unique(positions // size, return_counts=True)
+        if bool((counts != size).any()):
+            raise UnsupportedError(
+                f"a group of {size} tokens is quantized in part already: requests share slots inside a group; let the "
+                f"engine share prefixes in units of {self.rule.sharing_unit} tokens only"
+            )
+
+    def _check_calibrates(self, positions: Tensor) -> None:
+        """The first tokens, on which a new state is made, must still be exact."""
+        first = self.rule.token_group
+        if positions[:first].tolist() != list(range(first)):
+            raise UnsupportedError(
+                f"the calibration over a request's first {self.rule.calibration_tokens} tokens is gone while they are "
+                f"in use: let the engine share prefixes in units of {self.rule.sharing_unit} tokens only"
+            )
