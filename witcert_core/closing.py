@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -72,22 +72,32 @@ class ClosingRule:
 class DueTokens:
     """Tokens to be closed in this pass, whole groups one after the other.
 
-    slots, positions [M] int64; anchors: for a calibrated quantizer the slot that owns each token's state, [M].
+    slots, positions [M] int64; requests [M]: the index of the request that closes each. anchors: for a calibrated
+    quantizer the slot that owns each token's state, [M], else [0].
     calibrating: anchor -> slots [calibration_tokens] of a request whose state is still to be made.
     """
 
     slots: Tensor
     positions: Tensor
+    requests: Tensor
     anchors: Tensor
     calibrating: dict[int, Tensor] = field(default_factory=dict)
+
+    def of(self, chosen: Tensor) -> DueTokens:
+        """The tokens of the `chosen` requests, [REQUESTS] bool."""
+        mine = chosen[self.requests]
+        anchors = self.anchors[mine] if self.anchors.numel() else self.anchors
+        return replace(
+            self, slots=self.slots[mine], positions=self.positions[mine], requests=self.requests[mine], anchors=anchors
+        )
 
 
 class OpenTokens:
     """Which slots are closed, and the calibrated states; one per rank, for all layers.
 
     The state of a request is kept under its *anchor*, the slot of its token `calibration_tokens` - 1. That slot stands
-    for the tokens before it as well, so requests that share the calibrated prefix find the same state; it is dropped when
-    the slot is written again.
+    for the tokens before it as well, so requests that share the calibrated prefix find the same state; it is dropped
+    when the slot is written again.
     """
 
     def __init__(self, rule: ClosingRule, num_slots: int, device: str | torch.device = "cpu") -> None:
@@ -132,9 +142,10 @@ class OpenTokens:
         """
         slots: list[Tensor] = []
         positions: list[Tensor] = []
+        owners: list[Tensor] = []
         anchors: list[Tensor] = []
         calibrating: dict[int, Tensor] = {}
-        for request in requests:
+        for index, request in enumerate(requests):
             end = self.rule.num_closed(request.numel())
             wanted = (~self.closed[request[:end]]).nonzero().flatten()
             if not wanted.numel():
@@ -144,6 +155,7 @@ class OpenTokens:
             self.closed[mine] = True  # at once: another request of this pass may share these slots
             slots.append(mine)
             positions.append(wanted)
+            owners.append(torch.full_like(wanted, index))
             if self.rule.calibration_tokens:
                 prefix = request[: self.rule.calibration_tokens]
                 anchor = int(prefix[-1])
@@ -154,9 +166,12 @@ class OpenTokens:
                     self._states[anchor] = {}
                     self._is_anchor[anchor] = True
         none = torch.zeros(0, dtype=torch.int64, device=self.closed.device)
-        return DueTokens(
-            torch.cat([none, *slots]), torch.cat([none, *positions]), torch.cat([none, *anchors]), calibrating
-        )
+        joined = (torch.cat([none, *parts]) for parts in (slots, positions, owners, anchors))
+        return DueTokens(*joined, calibrating)
+
+    def without_state(self, anchors: Tensor, layer: int) -> list[int]:
+        """Those of the anchors [M] whose state is not made yet for `layer`."""
+        return [anchor for anchor in torch.unique(anchors).tolist() if (layer, "v") not in self._states[anchor]]
 
     def set_state(self, anchor: int, layer: int, kind: Kind, state: Tensor) -> None:
         """Keep the state [H, W] of a request for one layer and kind."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from witcert_core.bands import BandMap
 from witcert_core.dither import group_witness_codes
-from witcert_core.errors import UnsupportedError
 from witcert_core.packed import checked_scales, half_step_radius
 from witcert_core.quantizers.base import Encoded, Quantizer
 from witcert_core.radii import radius_dither, radius_group_witness, radius_witness
@@ -163,11 +162,6 @@ class SlotStore:
         sketch_bits: int = 0,
         device: str | torch.device = "cpu",
     ) -> None:
-        if quantizer.space != "post_rope" or quantizer.token_group != 1:
-            raise UnsupportedError(
-                f"quantizer {quantizer.name!r} works on {quantizer.space} keys in groups of "
-                f"{quantizer.token_group} token(s); this store takes post_rope quantizers of single tokens"
-            )
         self.quantizer = quantizer
         self.bands = bands
         self.storage_dtype = storage_dtype

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from witcert_core.bands import band_map
 from witcert_core.dither import DitherKey
-from witcert_core.errors import UnsupportedError
 from witcert_core.hooks import quantizer_registry
 from witcert_core.quantizers.base import DitheredQuantizer, Encoded, QuantContext
 from witcert_core.rotary import RotarySpec
@@ -156,23 +155,6 @@ def test_exact_copies_and_bytes() -> None:
     assert store("int8_dither_w", 64, torch.float32).nbytes == 40 * HKV * (1 + 2 * 2 + 2)
     assert LAYER in side
     assert 0 not in side
-
-
-def test_quantizers_the_store_cannot_follow_are_refused() -> None:
-    class Grouped(type(quantizer_registry().get("int4_token_group"))):  # type: ignore[misc]
-        token_group = 32
-
-    with pytest.raises(UnsupportedError, match="groups of 32"):
-        SlotStore(
-            quantizer=Grouped(),
-            layers=[0],
-            num_slots=4,
-            num_kv_heads=1,
-            head_dim=64,
-            v_head_dim=64,
-            bands=band_map(RotarySpec(64)),
-            storage_dtype=torch.float32,
-        )
 
 
 def liar(side: SlotStore, slots: Tensor, t: dict[str, Tensor], factor: float) -> None:

@@ -1,55 +1,104 @@
-"""New keys and values through the policy's quantizer."""
+"""Keys and values through the policy's quantizer, as the cache will give them back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from witcert_core.dither import DitherKey
-from witcert_core.errors import QuantizerError
-from witcert_core.quantizers.base import DitheredQuantizer, QuantContext, Quantizer
-from witcert_core.serving.calls import AttentionCall, Coded
+from witcert_core.errors import QuantizerError, UnsupportedError
+from witcert_core.quantizers import apply
+from witcert_core.quantizers.base import CalibratedQuantizer, DitheredQuantizer, Kind, QuantContext, Quantizer
+from witcert_core.rotary import RotaryTable
+from witcert_core.serving.calls import Coded
 from witcert_core.serving.geometry import Geometry
+
+Tables = Callable[[int], RotaryTable]
+"""Layer -> its rotary embedding, read anew for every call: engines let their tables grow."""
 
 
 class Encoder:
-    """One process's quantizer. `row_ids` [SLOTS] int64: the pass in which a slot was written, 0 for never."""
+    """One process's quantizer. `row_ids` [SLOTS] int64: the pass in which a slot was written, 0 for never.
 
-    def __init__(self, quantizer: Quantizer, geometry: Geometry, row_ids: Tensor, dither_key: DitherKey) -> None:
+    tables: the engine's rotary embeddings; UnsupportedError if a quantizer of pre-RoPE keys comes without.
+    """
+
+    def __init__(
+        self,
+        quantizer: Quantizer,
+        geometry: Geometry,
+        row_ids: Tensor,
+        dither_key: DitherKey,
+        tables: Tables | None = None,
+    ) -> None:
+        if quantizer.space == "pre_rope" and tables is None:
+            raise UnsupportedError(
+                f"quantizer {quantizer.name!r} takes keys before RoPE, and the rotary embeddings of this engine and "
+                "model are not known; use a quantizer of post_rope keys"
+            )
         self.quantizer = quantizer
         self.geometry = geometry
         self.row_ids = row_ids
         self.dither_key = dither_key
+        self.tables = tables
 
-    def encode(self, call: AttentionCall) -> tuple[Coded, Coded]:
-        """Keys and values of a call as the cache will give them back."""
+    def encode(
+        self,
+        layer: int,
+        slots: Tensor,
+        positions: Tensor,
+        exact_k: Tensor,
+        exact_v: Tensor,
+        states: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> tuple[Coded, Coded]:
+        """Tokens of `slots` [N]: exact_k [N, Hkv, D] and exact_v [N, Hkv, Dv] in the pool's dtype.
+
+        states: of a calibrated quantizer, for keys and values, [N, Hkv, W] each.
+        """
+        row_ids = self.row_ids[slots]
+        return (
+            self._coded("k", exact_k, layer, positions, replace(self._context("k"), row_ids=row_ids, state=states[0])),
+            self._coded("v", exact_v, layer, positions, replace(self._context("v"), row_ids=row_ids, state=states[1])),
+        )
+
+    def calibrate(self, kind: Kind, layer: int, exact: Tensor) -> Tensor:
+        """The state [Hkv, W] of a request whose first tokens have keys or values `exact` [C, Hkv, D]."""
+        if not isinstance(self.quantizer, CalibratedQuantizer):
+            raise QuantizerError(f"quantizer {self.quantizer.name!r} is not calibrated")
+        return apply.calibrate(
+            self.quantizer,
+            exact.to(torch.float32),
+            kind=kind,
+            layer=layer,
+            positions=torch.arange(exact.shape[0], device=exact.device),
+            ctx=self._context(kind),
+            table=self._table(layer),
+        )
+
+    def _context(self, kind: Kind) -> QuantContext:
         g = self.geometry
-        context = QuantContext(
+        return QuantContext(
             head_ids=g.kv_head_ids,
-            head_dim=g.head_dim,
+            head_dim=g.head_dim if kind == "k" else g.v_head_dim,
             rotary=g.rotary,
             storage_dtype=g.pool_dtype,
-            row_ids=self.row_ids[call.slots],
             dither_key=self.dither_key,
         )
-        return (
-            self._coded("k", call.exact_k, call, context),
-            self._coded("v", call.exact_v, call, replace(context, head_dim=g.v_head_dim)),
-        )
 
-    def _coded(self, kind: Literal["k", "v"], exact: Tensor, call: AttentionCall, ctx: QuantContext) -> Coded:
-        # A copy: a quantizer that wrote into its input would be measured against its own result.
-        x = exact.to(torch.float32, copy=True)
+    def _table(self, layer: int) -> RotaryTable | None:
+        return self.tables(layer) if self.tables is not None and self.quantizer.space == "pre_rope" else None
+
+    def _coded(self, kind: Kind, exact: Tensor, layer: int, positions: Tensor, ctx: QuantContext) -> Coded:
+        x = exact.to(torch.float32)
         if isinstance(self.quantizer, DitheredQuantizer):
-            codes = self.quantizer.encode(x, kind=kind, layer=call.layer, positions=call.positions, ctx=ctx)
+            # A copy: a quantizer that wrote into its input would be measured against its own result.
+            codes = self.quantizer.encode(x.clone(), kind=kind, layer=layer, positions=positions, ctx=ctx)
             return Coded(codes.values, codes)
-        values = self.quantizer.fake_quantize(x, kind=kind, layer=call.layer, positions=call.positions, ctx=ctx)
-        if values.shape != exact.shape:
-            raise QuantizerError(
-                f"quantizer {self.quantizer.name!r} returned {tuple(values.shape)} for {kind} of shape "
-                f"{tuple(exact.shape)} in layer {call.layer}; it must keep the shape"
-            )
+        table = self._table(layer)
+        values = apply.fake_quantize(
+            self.quantizer, x, kind=kind, layer=layer, positions=positions, ctx=ctx, table=table
+        )
         return Coded(values, None)

@@ -5,7 +5,7 @@ Attention never dequantizes more than the tokens a request sees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class PackedStorage:
     def bytes_audit(self) -> int:
         return sum(t.nbytes for t in self.exact_k.values())
 
-    def begin_pass(self, slots: Tensor) -> None:
+    def begin_pass(self, slots: Tensor, requests: Sequence[Tensor]) -> None:
         """Nothing to prepare: a write replaces all that a slot said."""
 
     def forget(self, request_id: str) -> None:
@@ -71,7 +71,7 @@ class PackedStorage:
                 f"layer {call.layer} uses a logit cap, a sliding window or sinks: the packed cache "
                 "attends to all tokens plainly; set quantizer.storage to 'simulated'"
             )
-        k, v = self.encoder.encode(call)
+        k, v = self.encoder.encode(call.layer, call.slots, call.positions, call.exact_k, call.exact_v)
         if call.layer in self.exact_k:
             self.exact_k[call.layer][call.slots] = call.exact_k
         early, late = call.early, ~call.early

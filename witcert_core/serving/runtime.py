@@ -21,7 +21,7 @@ from witcert_core.quantizers.base import Quantizer
 from witcert_core.report.prometheus import Metrics
 from witcert_core.report.summary import RequestLedger
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.encoder import Encoder, Tables
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.ledger import make_ledger
 from witcert_core.serving.ranks import Ranks
@@ -40,7 +40,7 @@ class Cache(Protocol):
     @property
     def bytes_audit(self) -> int: ...
 
-    def begin_pass(self, slots: Tensor) -> None: ...
+    def begin_pass(self, slots: Tensor, requests: Sequence[Tensor]) -> None: ...
 
     def forget(self, request_id: str) -> None: ...
 
@@ -58,6 +58,7 @@ class Runtime:
 
     engine: its name in reports. make_cache builds the cache around the quantizer and dither rows of this runtime.
     keeps_ledger: false where tokens are committed in another process, which then keeps it (`make_ledger`).
+    tables: the rotary embeddings of the layers, for quantizers of keys before RoPE.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Runtime:
         make_cache: Callable[[Encoder], Cache],
         metrics: Metrics | None,
         ranks: Ranks | None = None,
+        tables: Tables | None = None,
         *,
         keeps_ledger: bool = True,
     ) -> None:
@@ -99,7 +101,7 @@ class Runtime:
         # The nonce makes the rows of two runs differ; it need not be remembered, the codes die with the pool.
         nonce = self.ranks.from_root(secrets.randbits(63))
         self.row_ids = torch.zeros(geometry.num_slots, dtype=torch.int64, device=geometry.device)  # 0: never written
-        self.encoder = Encoder(quantizer, geometry, self.row_ids, DitherKey(seed=0, nonce=nonce, dp_rank=0))
+        self.encoder = Encoder(quantizer, geometry, self.row_ids, DitherKey(seed=0, nonce=nonce, dp_rank=0), tables)
         self.cache = make_cache(self.encoder)
         self.passes = 0
         self.plan: RowPlan | None = None
@@ -117,7 +119,7 @@ class Runtime:
         self.passes += 1
         self.row_ids[out_slots] = self.passes
         self.attention_calls = 0
-        self.cache.begin_pass(out_slots)
+        self.cache.begin_pass(out_slots, [r.slots for r in requests])
         self.plan = self.planner.plan(requests)
         self.step = StepCells([r.request_id for r in requests], self.plan.rows, unmetered=self.plan.unmetered)
 

@@ -1,14 +1,22 @@
-"""Quantization simulated in the engine's own pool: what the cache would give back is what the pool holds."""
+"""Quantization simulated in the engine's own pool: what the cache would give back is what the pool holds.
+
+Tokens that a quantizer takes in groups, keeps exact for a while or calibrates on are written exactly and quantized in
+place once they are due (`closing.py`): in a pass that reads what is stored before its attention, else after it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from witcert_core.bands import band_map
+from witcert_core.closing import ClosingRule, DueTokens, OpenTokens
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy import Policy
 from witcert_core.pool import Pool
+from witcert_core.quantizers.base import KINDS
 from witcert_core.repair import BlockRepairer, LayerCall
 from witcert_core.serving import measuring
 from witcert_core.serving.calls import AttentionCall, Coded
@@ -51,6 +59,9 @@ class SimulatedCache:
             sketch_bits=policy.sketch_bits,
             device=geometry.device,
         )
+        rule = ClosingRule.of(encoder.quantizer)
+        self.open = None if rule.immediate else OpenTokens(rule, geometry.num_slots, geometry.device)
+        self.due: DueTokens | None = None
         self.shadow = shadow_store(policy, geometry) if policy.repairs else None
         self.repairer: BlockRepairer | None = None
         if self.shadow is not None:
@@ -65,14 +76,17 @@ class SimulatedCache:
 
     @property
     def bytes_side(self) -> int:
-        return self.store.nbytes
+        return self.store.nbytes + (0 if self.open is None else self.open.nbytes)
 
     @property
     def bytes_audit(self) -> int:
         return self.store.exact_nbytes
 
-    def begin_pass(self, slots: Tensor) -> None:
-        """A pass is about to write into `slots`."""
+    def begin_pass(self, slots: Tensor, requests: Sequence[Tensor]) -> None:
+        """A pass is about to write into `slots` [N]; requests: all slots of each of its requests, in order."""
+        if self.open is not None:
+            self.open.written(slots)
+            self.due = self.open.due(requests)
         if self.shadow is not None and self.repairer is not None:
             self.shadow.claim(slots)
             self.repairer.begin_pass()
@@ -84,6 +98,8 @@ class SimulatedCache:
     def moved(self, target: Tensor, source: Tensor) -> None:
         """The engine copied rows of the pool; their side tensors follow, exact copies for repairs do not."""
         self.store.move(target, source)
+        if self.open is not None:
+            self.open.moved(target, source)
         if self.shadow is not None:
             self.shadow.drop(target)
 
@@ -91,13 +107,17 @@ class SimulatedCache:
         """The engine wrote `slots` from elsewhere: nothing is known about them any more."""
         for layer in self.store.layers:
             self.store.mark_unknown(layer, slots)
+        if self.open is not None:
+            self.open.overwritten(slots)
         if self.shadow is not None:
             self.shadow.drop(slots)
 
     def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
         """Attention that reads the chunk exactly or as stored; the pool holds quantized tokens afterwards."""
         quantized = call.layer in self.quantized_layers
-        k, v = self.encoder.encode(call) if quantized else (Coded(call.exact_k, None), Coded(call.exact_v, None))
+        if quantized and self.open is not None:
+            return self._attend_open(call, plan, step, deltas)
+        k, v = self._encode(call) if quantized else (Coded(call.exact_k, None), Coded(call.exact_v, None))
         early, late = call.early, ~call.early
         if early.any():
             first = early[:, None, None]
@@ -118,6 +138,57 @@ class SimulatedCache:
             self.pool.write(call.layer, own.slots, k.values.to(own.exact_k), v.values.to(own.exact_v))
             self._account(own, k, v)
         return out
+
+    def _encode(self, call: AttentionCall) -> tuple[Coded, Coded]:
+        return self.encoder.encode(call.layer, call.slots, call.positions, call.exact_k, call.exact_v)
+
+    def _attend_open(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
+        """The new tokens are open; a request that reads what is stored has its due ones closed before attention."""
+        if self.encoder.quantizer.space == "pre_rope":
+            self._check_positions(call, plan)
+        exact = Coded(call.exact_k, None), Coded(call.exact_v, None)
+        first_token = torch.tensor([0, *plan.new_tokens[:-1]], device=call.slots.device).cumsum(0)
+        early = call.early[first_token]
+        if early.any():
+            self.pool.write(call.layer, call.slots, call.exact_k, call.exact_v)
+            self._account(call, *exact)
+            self._close(call.layer, early)
+            out = call.run(*self.pool.read(call.layer, call.slots))
+        else:
+            out = call.run(None, None)
+            self._account(call, *exact)
+        self._measure(call, plan, step, deltas, out)
+        self._close(call.layer, ~early)
+        return out
+
+    def _close(self, layer: int, of_requests: Tensor) -> None:
+        """Quantize what is due of some requests [R] bool, in place: until now the pool holds it exactly."""
+        if self.open is None or self.due is None:
+            return
+        due = self.due.of(of_requests)
+        if not due.slots.numel():
+            return
+        for anchor in self.open.without_state(due.anchors, layer):
+            for kind, exact in zip(KINDS, self.pool.read(layer, due.calibrating[anchor]), strict=True):
+                self.open.set_state(anchor, layer, kind, self.encoder.calibrate(kind, layer, exact))
+        exact_k, exact_v = self.pool.read(layer, due.slots)
+        states: tuple[Tensor | None, Tensor | None] = (None, None)
+        if due.anchors.numel():
+            states = self.open.state(due.anchors, layer, "k"), self.open.state(due.anchors, layer, "v")
+        k, v = self.encoder.encode(layer, due.slots, due.positions, exact_k, exact_v, states)
+        self.pool.write(layer, due.slots, k.values.to(exact_k), v.values.to(exact_v))
+        stored_k, stored_v = self.pool.read(layer, due.slots)
+        self.store.write(layer, due.slots, exact_k=exact_k, exact_v=exact_v, stored_k=stored_k, stored_v=stored_v)
+
+    def _check_positions(self, call: AttentionCall, plan: RowPlan) -> None:
+        """Tokens closed later are turned back by their place in the request: it must be their rotary position."""
+        lengths = zip(plan.requests, plan.new_tokens, strict=True)
+        places = [torch.arange(slots.numel() - new, slots.numel()) for slots, new in lengths]
+        if not torch.equal(torch.cat(places), call.positions.cpu().to(torch.int64)):
+            raise UnsupportedError(
+                f"layer {call.layer}: rotary positions are not the tokens' places in their requests; keys before RoPE "
+                f"cannot be had for quantizer {self.encoder.quantizer.name!r} here"
+            )
 
     def _account(self, call: AttentionCall, k: Coded, v: Coded) -> None:
         if self.shadow is not None:

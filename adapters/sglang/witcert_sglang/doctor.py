@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from witcert_core.closing import ClosingRule
 from witcert_core.engines import Finding
 from witcert_core.errors import WitCertError
 from witcert_core.policy import Policy
@@ -32,7 +33,7 @@ def examine(model: str | None, policy: Policy) -> list[Finding]:
     found = list(versions())
     if any(finding.level == "refused" for finding in found):
         return found
-    found += [*switched_on(), checked("quantizer", support.check_quantizer_kind, policy.build_quantizer())]
+    found += [*switched_on(), *sharing(policy)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang warns about every accelerator it does not find
         found += inside(policy)
@@ -75,6 +76,15 @@ def switched_on() -> Iterator[Finding]:
         yield Finding("ok", "plugin", "SGLang finds it")
     if not os.environ.get(POLICY_VARIABLE):
         yield Finding("note", "switch", f"{POLICY_VARIABLE} is not set here: a server started so is not metered")
+
+
+def sharing(policy: Policy) -> Iterator[Finding]:
+    """What the quantizer asks of the server's prefix cache."""
+    rule = ClosingRule.of(policy.build_quantizer())
+    yield Finding("ok", "quantizer", f"{policy.quantizer.name} can be metered")
+    if rule.sharing_unit > 1:
+        flags = support.sharing_flags(rule)
+        yield Finding("note", "flags", f"it takes {rule.sharing_unit} tokens together: start the server with {flags}")
 
 
 def inside(policy: Policy) -> Iterator[Finding]:

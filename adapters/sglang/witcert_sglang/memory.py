@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from witcert_core import capacity
+from witcert_core.closing import ClosingRule
 from witcert_core.layout import KVLayout
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
@@ -43,6 +44,7 @@ def side_bytes_per_head(policy: Policy, config: Any, itemsize: int) -> int:
 
 
 def side_bytes_per_token(policy: Policy, kvc: Any, num_layers: int) -> int:
-    """The same for all layers and local heads, and the token's row id."""
+    """The same for all layers and local heads, the token's row id and, if it waits to be quantized, a flag."""
     per_head = side_bytes_per_head(policy, kvc.model_config, kvc.kv_cache_dtype.itemsize)
-    return capacity.side_bytes_per_token(per_head, local_kv_heads(kvc), num_layers)
+    flag = 0 if ClosingRule.of(policy.build_quantizer()).immediate else 1
+    return capacity.side_bytes_per_token(per_head, local_kv_heads(kvc), num_layers) + flag

@@ -25,6 +25,7 @@ from witcert_sglang.memory import packed_bytes_per_token, side_bytes_per_token
 from witcert_sglang.pool import backend_scales
 from witcert_sglang.ranks import attention_ranks
 from witcert_sglang.results import send_along, streamer_class
+from witcert_sglang.rotary import rotary_tables
 from witcert_sglang.runtime import SglangRuntime
 
 T = TypeVar("T")
@@ -104,6 +105,7 @@ class Installation:
             refuse_on_error(support.check_engine_cache, self.policy.prefill_reads, args)
         refuse_on_error(support.check_gate, self.policy.repairs, self.policy.gate.on_exhausted, args)
         refuse_on_error(support.check_storage, self.policy.quantizer.storage, args)
+        refuse_on_error(support.check_sharing, self.quantizer, args)
         config = model_config(server_args)
         cache_dtype = "auto" if own else args.kv_cache_dtype
         refuse_on_error(support.check_model, config, args.attention_backend, cache_dtype, args.device)
@@ -149,7 +151,13 @@ class Installation:
             ranks = attention_ranks()
             geometry = read_geometry(runner, backend, ranks.rank, ranks.size, own)
             scales = backend_scales(layers, runner.server_args.attention_backend) if own else {}
-            self.runtime = SglangRuntime(self.policy, self.quantizer, geometry, pool, metrics, ranks, scales)
+            tables = None
+            if self.quantizer.space == "pre_rope":
+                quantized = self.policy.quantizer.layers_of(geometry.layers)
+                tables = rotary_tables(runner.model, quantized, geometry.head_dim, runner.dtype, geometry.device)
+            self.runtime = SglangRuntime(
+                self.policy, self.quantizer, geometry, pool, metrics, ranks, scales, tables
+            )
         return self.runtime
 
     def after_cell_size(self, result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
@@ -225,7 +233,6 @@ def install(policy_path: str) -> None:
     support.check_version()
     policy = load_policy(policy_path)
     quantizer = policy.build_quantizer()
-    support.check_quantizer_kind(quantizer)
     installation = Installation(policy, quantizer)
     for name in support.BACKENDS:
         ATTENTION_BACKENDS[name] = metered_factory(ATTENTION_BACKENDS[name], installation.make_runtime)

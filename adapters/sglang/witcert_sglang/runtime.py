@@ -13,7 +13,7 @@ from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.report.prometheus import Metrics
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.encoder import Encoder, Tables
 from witcert_core.serving.engine_cache import EngineCache
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.packed import PackedStorage
@@ -38,8 +38,9 @@ class SglangRuntime(Runtime):
         metrics: Metrics | None,
         ranks: Ranks | None = None,
         scales: Mapping[int, tuple[float, float]] | None = None,
+        tables: Tables | None = None,
     ) -> None:
-        """scales: of a pool that SGLang quantizes itself, see `EnginePool`."""
+        """scales: of a pool that SGLang quantizes itself, see `EnginePool`. tables: see `rotary.py`."""
         self.pool = pool
 
         def make_cache(encoder: Encoder) -> Cache:
@@ -49,7 +50,7 @@ class SglangRuntime(Runtime):
                 return EngineCache(policy, geometry, EnginePool(pool, geometry.pool_dtype, scales or {}), encoder)
             return SimulatedCache(policy, geometry, SlotPool(pool), encoder)
 
-        super().__init__("sglang", policy, quantizer, geometry, make_cache, metrics, ranks)
+        super().__init__("sglang", policy, quantizer, geometry, make_cache, metrics, ranks, tables)
 
     def status(self) -> dict[str, Any]:
         """As in the core; the pool's dtype is the one SGLang stores in where its own cache is metered."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from packaging.specifiers import SpecifierSet
 
+from witcert_core.closing import ClosingRule
 from witcert_core.errors import UnsupportedError
 from witcert_core.quantizers.base import Quantizer
 
@@ -52,14 +53,16 @@ def check_version() -> None:
         )
 
 
-def check_quantizer_kind(quantizer: Quantizer) -> None:
-    """Raise UnsupportedError for a quantizer this adapter cannot feed."""
-    if quantizer.space != "post_rope" or quantizer.token_group != 1 or quantizer.state != "none":
-        raise UnsupportedError(
-            f"quantizer.name is {quantizer.name!r}, which needs {quantizer.space} keys, groups of "
-            f"{quantizer.token_group} token(s) and state {quantizer.state!r}: witcert-sglang takes stateless "
-            "post_rope quantizers of single tokens"
-        )
+def check_sharing(quantizer: Quantizer, args: Any) -> None:
+    """Raise UnsupportedError if requests could share a part of what the quantizer takes together."""
+    rule = ClosingRule.of(quantizer)
+    if not args.disable_radix_cache:
+        rule.check_sharing(args.page_size or 1, sharing_flags(rule))
+
+
+def sharing_flags(rule: ClosingRule) -> str:
+    """The server options under which requests share whole groups only."""
+    return f"--page-size {rule.sharing_unit} or --disable-radix-cache"
 
 
 def check_model_path(model_path: str) -> None:

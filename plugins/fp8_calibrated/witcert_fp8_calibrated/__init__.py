@@ -1,9 +1,9 @@
 """FP8 E4M3 with one scale for every head and layer, calibrated on the first tokens of the request.
 
 The format: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433, section 3 (E4M3, largest value 448)
-and section 2 (a scale that brings the largest magnitude seen to the largest value). Engines calibrate one scale per tensor
-on a data set beforehand; here it is the request's own prefix, so that no file has to be kept, and a head that grows
-beyond `margin` times its prefix saturates. Attention heads differ by orders of magnitude in range, hence one scale each.
+and section 2 (a scale that brings the largest magnitude seen to the largest value). Engines calibrate one scale per
+tensor on a data set beforehand; here it is the request's own prefix, so that no file has to be kept, and a head that
+grows beyond `margin` times its prefix saturates. Heads differ by orders of magnitude in range, hence one scale each.
 """
 
 from __future__ import annotations

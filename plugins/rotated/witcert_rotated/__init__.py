@@ -123,22 +123,28 @@ def tree_sum(x: Tensor) -> Tensor:
 def codebook(dim: int, bits: int) -> Tensor:
     """Lloyd-Max levels, float32 [2^bits] rising, for a coordinate of a random point on the sphere of radius sqrt(D).
 
-    Lloyd's two conditions (levels are means of their cells, edges are midpoints) iterated on a fine grid.
+    Lloyd's two conditions (levels are means of their cells, edges are midpoints) are iterated; mass and first moment of
+    a cell come from a fine grid, linear between its points.
     """
     reach = min(dim**0.5, 8.0)
-    grid = torch.linspace(-reach, reach, 2 * _GRID + 1, dtype=torch.float64)
+    step = 2 * reach / _GRID
+    grid = -reach + step * (torch.arange(_GRID, dtype=torch.float64) + 0.5)
     density = (1 - grid.square() / dim).clamp(min=0).pow(max(dim - 3, 0) / 2)
-    mass = torch.nn.functional.pad(density.cumsum(0), (1, 0))
-    moment = torch.nn.functional.pad((density * grid).cumsum(0), (1, 0))
+    sums = torch.nn.functional.pad(torch.stack([density, density * grid]).cumsum(1), (1, 0))
+    ends = torch.tensor([[0.0], [float(_GRID)]], dtype=torch.float64)
     levels = torch.linspace(-2, 2, 2**bits, dtype=torch.float64)
-    for _ in range(2000):
-        cuts = torch.searchsorted(grid, (levels[1:] + levels[:-1]) / 2)
-        ends = torch.cat([torch.tensor([0]), cuts, torch.tensor([grid.numel()])])
-        new = (moment[ends[1:]] - moment[ends[:-1]]) / (mass[ends[1:]] - mass[ends[:-1]]).clamp(min=1e-300)
-        if torch.equal(new, levels):
+    for _ in range(5000):
+        middles = ((levels[1:] + levels[:-1]) / 2 + reach) / step
+        cuts = torch.cat([ends[0], middles, ends[1]])
+        below = cuts.floor().clamp(max=_GRID - 1)
+        share, index = cuts - below, below.long()
+        mass, moment = (sums[:, index] * (1 - share) + sums[:, index + 1] * share).diff(dim=1)
+        new = moment / mass
+        done = float((new - levels).abs().max()) < 1e-9
+        levels = (new - new.flip(0)) / 2  # symmetric, as the density is
+        if done:
             break
-        levels = new
-    return ((levels - levels.flip(0)) / 2).float()  # symmetric, as the density is
+    return levels.float()
 
 
 def codebook_edges(dim: int, bits: int) -> Tensor:
