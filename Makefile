@@ -19,6 +19,7 @@ ADAPTER := adapters/sglang
 VLLM_ADAPTER := adapters/vllm
 PIP := -m pip install --disable-pip-version-check
 SOAK_SECONDS ?= 1800
+PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 SOURCES := pyproject.toml demo/pyproject.toml $(ADAPTER)/pyproject.toml
 
 export SGLANG_USE_CPU_ENGINE := 1
@@ -26,12 +27,13 @@ export HF_HUB_OFFLINE := 1
 # Small tensors: a second thread costs more than it gives, and spins while another process needs the core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-full lint lean test-core test-kernels test-eval test-sglang test-vllm soak bench-sglang static envs clean
+.PHONY: demo test test-full lint lean test-core test-kernels test-plugins test-eval test-sglang test-vllm \
+	soak bench-sglang static envs clean
 
 demo: $(ENVS)/sglang/.ready
 	@$(SGLANG)/python -m witcert_demo
 
-test: lint lean test-core test-kernels test-eval test-sglang test-vllm
+test: lint lean test-core test-kernels test-plugins test-eval test-sglang test-vllm
 
 # Every combination of the kernels' options: hours under the interpreter.
 test-full: test
@@ -49,6 +51,10 @@ test-core: $(ENVS)/core/.ready
 
 test-kernels: $(ENVS)/sglang/.ready
 	TRITON_INTERPRET=1 $(SGLANG)/python -m pytest tests/kernels
+
+# Every installed quantizer in one matrix, and each plugin against a public implementation where there is one.
+test-plugins: $(ENVS)/sglang/.ready
+	$(SGLANG)/python -m pytest tests/plugins plugins
 
 test-eval: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m pytest tests/eval
@@ -81,7 +87,8 @@ $(ENVS)/core/.ready: $(SOURCES)
 	$(CORE)/python $(PIP) -e '.[dev]' -e demo
 	@touch $@
 
-$(ENVS)/sglang/.ready: $(SOURCES) $(ADAPTER)/requirements-cpu.txt $(ADAPTER)/requirements-cpu-nodeps.txt
+$(ENVS)/sglang/.ready: $(SOURCES) $(PLUGINS:=/pyproject.toml) plugins/requirements-test.txt \
+		$(ADAPTER)/requirements-cpu.txt $(ADAPTER)/requirements-cpu-nodeps.txt
 	@echo "Making $(ENVS)/sglang: SGLang 0.5.23 for the CPU. Downloads about 0.7 GB with a CPU build of PyTorch,"
 	@echo "about 3 GB more with the CUDA build that the default index has on Linux (TORCH_INDEX=URL chooses another)."
 	$(PYTHON) -m venv $(ENVS)/sglang
@@ -89,7 +96,8 @@ $(ENVS)/sglang/.ready: $(SOURCES) $(ADAPTER)/requirements-cpu.txt $(ADAPTER)/req
 	$(SGLANG)/python $(PIP) --no-deps -r $(ADAPTER)/requirements-cpu-nodeps.txt
 	$(SGLANG)/python $(PIP) -r $(ADAPTER)/requirements-cpu.txt
 	$(SGLANG)/python $(PIP) --no-deps ./$(ADAPTER)/cpu_shim
-	$(SGLANG)/python $(PIP) -e '.[dev,eval]' -e demo -e $(ADAPTER)
+	$(SGLANG)/python $(PIP) --no-deps -r plugins/requirements-test.txt
+	$(SGLANG)/python $(PIP) -e '.[dev,eval]' -e demo -e $(ADAPTER) $(addprefix -e ,$(PLUGINS))
 	@touch $@
 
 $(ENVS)/vllm/.ready: pyproject.toml demo/pyproject.toml $(wildcard $(VLLM_ADAPTER)/pyproject.toml $(VLLM_ADAPTER)/*.txt)

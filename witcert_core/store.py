@@ -17,6 +17,7 @@ from torch import Tensor
 
 from witcert_core.bands import BandMap
 from witcert_core.dither import group_witness_codes
+from witcert_core.errors import UnsupportedError
 from witcert_core.packed import checked_scales, half_step_radius
 from witcert_core.quantizers.base import Encoded, Quantizer
 from witcert_core.radii import radius_dither, radius_group_witness, radius_witness

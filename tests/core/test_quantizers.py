@@ -1,4 +1,7 @@
-"""One matrix that every registered quantizer joins by itself, and what each of them must be in particular."""
+"""The built-in quantizers, and that every broken promise of any quantizer is found.
+
+The matrix that installed plugins join by themselves is in tests/plugins.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from witcert_core import QuantContext, Quantizer, QuantizerError, RotarySpec, quantizer
+from witcert_core import (
+    CalibratedQuantizer,
+    CodedQuantizer,
+    Part,
+    QuantContext,
+    Quantizer,
+    QuantizerError,
+    RotarySpec,
+    quantizer,
+)
 from witcert_core.bands import band_map
 from witcert_core.dither import DitherKey
 from witcert_core.hooks import quantizer_registry
 from witcert_core.quantizers import QuantizerRegistry
 from witcert_core.quantizers.conformance import check_quantizer
+from witcert_core.quantizers.int8_dither import Int8Dither
 from witcert_core.witness import decode_norm, value_codes, witness_codes
 
 REGISTRY = quantizer_registry()
-NAMES = [name for name in REGISTRY.names() if not REGISTRY.required(name)]
+NAMES = sorted(REGISTRY.from_package("witcert_core"))
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
@@ -231,6 +244,86 @@ def test_each_promise_broken_by_a_class_is_found(method: object, broken: str) ->
         check_quantizer(variant(fake_quantize=method)())
 
 
+@dataclass(frozen=True)
+class Nibbles(CodedQuantizer):
+    """Two tokens share a scale; coded in 4 bits, and right as it stands."""
+
+    name: ClassVar[str] = "nibbles"
+    token_group: ClassVar[int] = 2
+
+    def encode(self, x, *, kind, layer, positions, ctx):  # type: ignore[no-untyped-def]
+        pairs = x.unflatten(0, (-1, 2))
+        scale = (pairs.abs().amax((1, 3)) / 7).clamp(max=6e4).half()
+        step = torch.where(scale == 0, 1.0, scale.float()).repeat_interleave(2, 0)[..., None]
+        codes = (x / step).round().clamp(-7, 7).nan_to_num(0) + 7
+        return {"codes": Part(codes.to(torch.uint8), 4), "scale": Part(scale, 16)}
+
+    def decode(self, parts, *, kind, layer, positions, ctx):  # type: ignore[no-untyped-def]
+        scale = parts["scale"].values.float().repeat_interleave(2, 0)[..., None]
+        return (parts["codes"].values.float() - 7) * scale
+
+    def bytes_per_token_head(self, head_dim: int) -> float:
+        return 2.0 * (-(-head_dim // 2) + 1)
+
+
+@dataclass(frozen=True)
+class Scaled(CalibratedQuantizer):
+    """int8 by the largest magnitude of the first tokens, and right as it stands."""
+
+    name: ClassVar[str] = "scaled"
+    calibration_tokens: int = 6
+
+    def calibrate(self, x, *, kind, layer, positions, ctx):  # type: ignore[no-untyped-def]
+        return x.abs().amax((0, 2))[:, None].clamp(min=1e-20) / 127
+
+    def fake_quantize(self, x, *, kind, layer, positions, ctx):  # type: ignore[no-untyped-def]
+        return (x / ctx.state).round().clamp(-127, 127) * ctx.state
+
+
+def changed(base: type[Quantizer], **changes: object) -> Quantizer:
+    return dataclass(frozen=True)(type("Changed", (base,), changes))()
+
+
+@pytest.mark.parametrize("base", [Nibbles, Scaled])
+@pytest.mark.parametrize("head_dim", [16, 34, 128])
+def test_coded_and_calibrated_quantizers_that_keep_their_promises(base: type[Quantizer], head_dim: int) -> None:
+    check_quantizer(base(), head_dim)
+
+
+def wide(self, x, **rest):  # type: ignore[no-untyped-def]
+    return Nibbles.encode(self, x, **rest) | {"codes": Part(torch.full(x.shape, 16, dtype=torch.uint8), 4)}
+
+
+def single(self, x, **rest):  # type: ignore[no-untyped-def]
+    parts = Nibbles.encode(self, x, **rest)
+    return parts | {"scale": Part(parts["scale"].values.float(), 16)}
+
+
+def rows_of_a_third(self, x, **rest):  # type: ignore[no-untyped-def]
+    return Nibbles.encode(self, x, **rest) | {"more": Part(torch.zeros(len(x) + 1, 3), 32)}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "broken"),
+    [
+        (Nibbles, {"encode": wide}, "'codes' has integers that do not fit 4 bits"),
+        (Nibbles, {"encode": single}, "'scale' is torch.float32 in 16 bits"),
+        (Nibbles, {"encode": rows_of_a_third}, r"'more' has shape \(11, 3\), not \[10 or 5, 3"),
+        (Nibbles, {"bytes_per_token_head": lambda self, head_dim: 100.0}, "is 100.0; its codes take 130"),
+        (Nibbles, {"fake_quantize": lambda self, x, **_: x.clone()}, "fake_quantize is not decode"),
+        (Scaled, {"calibrate": lambda self, x, **_: x.abs().amax().expand(x.shape[1], 1)}, "state of a head"),
+        (Scaled, {"calibrate": lambda self, x, **_: x.double().amax((0, 2))[:, None]}, "calibrate gives torch.float64"),
+        (Scaled, {"calibrate": lambda self, x, **_: 1 / x.abs().amax((0, 2))[:, None]}, "calibrates to NaN or Inf"),
+        (Scaled, {"calibrate": lambda self, x, **_: x[99]}, "calibration failed: IndexError"),
+    ],
+)
+def test_each_promise_broken_by_a_coded_or_calibrated_one_is_found(
+    base: type[Quantizer], changes: dict[str, object], broken: str
+) -> None:
+    with pytest.raises(QuantizerError, match=broken):
+        check_quantizer(changed(base, **changes))
+
+
 class NotFrozen(Quantizer):
     name: ClassVar[str] = "not_frozen"
 
@@ -248,6 +341,8 @@ class NotFrozen(Quantizer):
         (variant(space="rope"), "space is 'rope'; allowed: post_rope, pre_rope"),
         (variant(state="batch"), "state is 'batch'"),
         (variant(tier="dither"), "only a DitheredQuantizer"),
+        (variant(state="request"), "a CalibratedQuantizer, which says"),
+        (dataclass(frozen=True)(type("PreRope", (Int8Dither,), {"space": "pre_rope"})), "dither's law is known for"),
         (variant(token_group=0), "token_group is 0"),
     ],
 )

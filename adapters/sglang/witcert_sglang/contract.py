@@ -50,9 +50,15 @@ _OPTIONS = (
     "prefill_attention_backend",
     "decode_attention_backend",
     "disable_cuda_graph",
+    "disable_radix_cache",
+    "page_size",
 )
 
 CONTRACT: tuple[Signature | Members, ...] = (
+    Members(
+        f"{_SRT}.layers.rotary_embedding.base.RotaryEmbedding",
+        ("cos_sin_cache", "rotary_dim", "is_neox_style", "position_start"),
+    ),
     Members(f"{_ATTENTION}.attention_registry", ("ATTENTION_BACKENDS",)),
     Signature(f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend.forward_decode", _FORWARD),
     Signature(f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend.forward_extend", _FORWARD),

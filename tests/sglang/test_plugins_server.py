@@ -1,0 +1,108 @@
+"""A pre-RoPE, calibrated and a grouped quantizer from plugins in real servers, with shared prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import Metered, ask_many, samples_of_each_task, write_policy
+from sglang.srt.layers.radix_attention import RadixAttention
+from witcert_demo.servers import running_server
+from witcert_sglang import support
+from witcert_sglang.rotary import rotary_tables
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.hooks import quantizer_registry
+
+pytestmark = pytest.mark.sglang
+
+
+SERVED = [("kvquant", {"bits": 4}), ("kivi", {"bits": 4, "residual": 64})]
+
+
+@pytest.fixture(scope="module", params=SERVED, ids=lambda served: served[0])
+def plugged(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Metered]:
+    name, params = request.param
+    work = tmp_path_factory.mktemp(name)
+    jsonl = work / "records.jsonl"
+    policy = write_policy(
+        work / "policy.yaml",
+        quantizer={"name": name, "params": params},
+        meter={"stride": 2, "audit_every": 1, "max_rows": 2},
+        report={"jsonl": str(jsonl)},
+    )
+    options = ["--dtype", "float32", "--page-size", "64", "--chunked-prefill-size", "256"]
+    with running_server(checkpoint, policy=policy, log=work / "log", options=options) as server:
+        yield Metered(server, jsonl)
+
+
+def test_answers_audits_and_shared_prefixes(plugged: Metered) -> None:
+    samples = samples_of_each_task(2)
+    asked = ask_many(plugged.server, samples)
+    assert sum(a.right for a in asked) >= len(asked) - 1
+    again = plugged.generate(samples[0].prompt)
+    assert again["meta_info"]["cached_tokens"] >= 384
+    records = plugged.records()
+    assert len(records) == len(samples) + 1
+    assert sum(record["audit"]["violations"] for record in records) == 0
+    assert all(record["audit"]["cells"] > 0 for record in records)
+    # Something was quantized: an exact cache has no bound above rounding.
+    assert max(record["worst"]["meter"] for record in records) > 0.01
+
+
+@pytest.mark.parametrize(("name", "unit"), [("kivi", 32), ("kvquant", 64), ("fp8_calibrated", 64), ("nvfp4", 1)])
+def test_pages_that_would_split_a_group_are_refused(name: str, unit: int) -> None:
+    quantizer = quantizer_registry().get(name)
+    for page_size in (1, 16, 32, 64, 128):
+        args = SimpleNamespace(page_size=page_size, disable_radix_cache=False)
+        if page_size % unit == 0:
+            support.check_sharing(quantizer, args)
+            continue
+        with pytest.raises(UnsupportedError, match=f"use --page-size {unit} or --disable-radix-cache"):
+            support.check_sharing(quantizer, args)
+        support.check_sharing(quantizer, SimpleNamespace(page_size=page_size, disable_radix_cache=True))
+
+
+class Rope(torch.nn.Module):
+    """As much of a rotary embedding as is looked at, turning pairs half-split whatever it says."""
+
+    def __init__(self, neox: bool = True, **changes: object) -> None:
+        super().__init__()
+        angles = torch.arange(64)[:, None] * torch.logspace(0, -4, 32)[None]
+        self.cos_sin_cache = torch.cat([angles.cos(), angles.sin()], -1)
+        self.rotary_dim, self.is_neox_style, self.position_start = 64, neox, 0
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.cos_sin_cache[positions].chunk(2, -1)
+        a, b = k.chunk(2, -1)
+        return q, torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def tables_of(rope: torch.nn.Module | None) -> object:
+    layer = torch.nn.Module()
+    layer.attn = RadixAttention(1, 64, 0.1, num_kv_heads=1, layer_id=0)
+    if rope is not None:
+        layer.rotary_emb = rope
+    return rotary_tables(torch.nn.ModuleList([layer]), [0], 64, torch.float32, "cpu")
+
+
+def test_rotary_embeddings_are_found_checked_and_refused() -> None:
+    table = tables_of(Rope())(0)
+    x = torch.randn(5, 1, 64)
+    _, turned = Rope()(torch.arange(5), x[:, 0], x[:, 0])
+    assert torch.allclose(table.rotate(x, torch.arange(5))[:, 0], turned, atol=1e-6)
+    for rope, message in (
+        (None, "layer 0 has no rotary embedding beside it"),
+        (Rope(neox=False), "turns keys otherwise than its table says"),
+        (Rope(mrope_section=[8, 12, 12]), "no table of plain positions"),
+        (Rope(cos_sin_cache=None), "no table of plain positions"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            tables_of(rope)
