@@ -48,6 +48,14 @@ def test_outliers_come_back_in_16_bit_and_do_not_widen_the_range(kind: str) -> N
     assert (without[:, 0] - spiked[:, 0]).abs().max() > 10 * (out[:, 0] - spiked[:, 0]).abs().max()
 
 
+def test_a_key_beyond_the_calibrated_ranges_is_stretched_not_clipped() -> None:
+    x = keys(8, 1)
+    far = x - x.mean((0, 1)) + 8 * (x - x.mean((0, 1))) + x.mean((0, 1))
+    out = run(KVQuant(), keys(64, 0), far)
+    assert (out - far).norm() / (far - far.mean((0, 1))).norm() < 0.25
+    assert torch.equal(run(KVQuant(), keys(64, 0), torch.cat([x, far]))[:8], run(KVQuant(), keys(64, 0), x))
+
+
 def test_the_first_token_is_exact() -> None:
     x = keys(3, 2)
     out = run(KVQuant(), keys(64, 0), x, first=0)
@@ -85,7 +93,7 @@ def test_heads_without_numbers_have_no_levels() -> None:
 
 
 def test_limits() -> None:
-    assert [KVQuant(bits=b).bytes_per_token_head(128) for b in (4, 3, 2)] == [144, 112, 80]
+    assert [KVQuant(bits=b).bytes_per_token_head(128) for b in (4, 3, 2)] == [146, 114, 82]
     for wrong in ({"bits": 5}, {"outliers": 0.5}, {"calibration_tokens": 4}, {"sink_tokens": -1}):
         with pytest.raises(QuantizerError, match=next(iter(wrong))):
             KVQuant(**wrong)

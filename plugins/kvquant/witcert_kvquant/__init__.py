@@ -11,7 +11,9 @@ advance, those of values taken token by token, section 3.6.
 Differences. The paper calibrates ranges and levels on a data set and weights k-means by Fisher information; here they
 come from the first `calibration_tokens` of the request itself, unweighted, so no file has to be kept. A vector is what
 one head has of a token, so every token and head keeps the same number of outliers and the bytes are known; the paper
-takes a vector over all heads and keeps what lies beyond a threshold.
+takes a vector over all heads and keeps what lies beyond a threshold. The beginning of a request, unlike a data set,
+does not show every range a key will need: a key that leaves the calibrated ranges by more than its outliers has them
+stretched by one float16 of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _FP16_MAX = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class KVQuant(CodedQuantizer, CalibratedQuantizer):
-    """144, 112 and 80 bytes of K and V at 4, 3 and 2 bit and head_dim 128 (of 512 in 16 bit), 2 outliers in each.
+    """146, 114 and 82 bytes of K and V at 4, 3 and 2 bit and head_dim 128 (of 512 in 16 bit), 2 outliers in each.
 
     bits: 2 to 4. outliers: share of the channels of a vector kept in 16 bit, rounded up to whole channels.
     """
@@ -82,6 +84,9 @@ class KVQuant(CodedQuantizer, CalibratedQuantizer):
         if kind == "k":
             centre, half, levels = state[..., :dim], state[..., dim : 2 * dim], state[..., 2 * dim :]
             normal, index = self._split((x - centre) / half)
+            stretch = normal.abs().nan_to_num(0.0).amax(-1, keepdim=True).clamp(1.0, _FP16_MAX).half()
+            parts["stretch"] = Part(stretch, 16)
+            normal = normal / stretch.float()
         else:
             levels = state
             rest, index = self._split(x)
@@ -105,6 +110,7 @@ class KVQuant(CodedQuantizer, CalibratedQuantizer):
         dim = codes.shape[-1]
         if kind == "k":
             centre, half, levels = state[..., :dim], state[..., dim : 2 * dim], state[..., 2 * dim :]
+            half = half * parts["stretch"].values.float()
         else:
             centre, half, levels = parts["centre"].values.float(), parts["half"].values.float(), state
         values = centre + half * levels.gather(-1, codes)
@@ -113,7 +119,7 @@ class KVQuant(CodedQuantizer, CalibratedQuantizer):
     def bytes_per_token_head(self, head_dim: int) -> float:
         kept = self._num_outliers(head_dim)
         vector = -(-head_dim * self.bits // 8) + -(-kept * index_bits(head_dim) // 8) + 2 * kept
-        return 2.0 * vector + 4
+        return 2.0 * vector + 6
 
     def _num_outliers(self, dim: int) -> int:
         return math.ceil(self.outliers * dim)

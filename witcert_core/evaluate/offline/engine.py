@@ -17,6 +17,7 @@ from witcert_core.evaluate.offline import bridge
 from witcert_core.evaluate.offline.attention import causal_attention
 from witcert_core.evaluate.offline.model import LoadedModel
 from witcert_core.evaluate.offline.pool import TensorPool
+from witcert_core.evaluate.offline.rotary import rotary_tables
 from witcert_core.policy import Policy
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.rows import RequestPass, RowPlan
@@ -57,7 +58,11 @@ class OfflineEngine:
             self.cache = SimulatedCache(policy, geometry, self.pool, encoder)
             return self.cache
 
-        self.runtime = Runtime(ENGINE, policy, policy.build_quantizer(), geometry, make_cache, None)
+        quantizer = policy.build_quantizer()
+        tables = None
+        if quantizer.space == "pre_rope":
+            tables = rotary_tables(loaded.model, geometry.head_dim, max_tokens)
+        self.runtime = Runtime(ENGINE, policy, quantizer, geometry, make_cache, None, tables=tables)
         self._length = 0
         self._request_id = ""
         self._reads_stored = False
