@@ -166,8 +166,13 @@ class OpenTokens:
                     self._states[anchor] = {}
                     self._is_anchor[anchor] = True
         none = torch.zeros(0, dtype=torch.int64, device=self.closed.device)
-        joined = (torch.cat([none, *parts]) for parts in (slots, positions, owners, anchors))
-        return DueTokens(*joined, calibrating)
+        return DueTokens(
+            torch.cat([none, *slots]),
+            torch.cat([none, *positions]),
+            torch.cat([none, *owners]),
+            torch.cat([none, *anchors]),
+            calibrating,
+        )
 
     def without_state(self, anchors: Tensor, layer: int) -> list[int]:
         """Those of the anchors [M] whose state is not made yet for `layer`."""

@@ -118,7 +118,9 @@ class MiniEngine:
             places.append(torch.arange(first, request.length))
         slots, positions = torch.cat(out_slots), torch.cat(places)
         self.runtime.begin(passes, slots)
-        decode = all(count == 1 < request.length for request, count in new.items())
+        decoding = [count == 1 < request.length for request, count in new.items()]
+        counts = torch.tensor(list(new.values()))
+        stored = torch.tensor([self.stored_reads or d for d in decoding]).repeat_interleave(counts)
         asked: list[Tensor] = []
         for layer in range(LAYERS):
             own = [torch.cat([r.exact[kind][layer, p] for r, p in zip(new, places, strict=True)]) for kind in "kv"]
@@ -129,19 +131,20 @@ class MiniEngine:
                 self.pool.write(layer, slots, own[0] if k is None else k, own[1] if v is None else v)
                 return torch.zeros(len(slots), HQ, D)
 
-            call = AttentionCall(layer, q, own[0], own[1], slots, positions, SCALE, run, decode or self.stored_reads)
+            call = AttentionCall(layer, q, own[0], own[1], slots, positions, SCALE, run, stored)
             self.runtime.attend(call)
         step = self.runtime.end()
         assert step is not None
-        if decode and self.metered:
-            self.compare(step, list(new), asked)
+        if self.metered:
+            self.compare(step, list(new), decoding, asked)
         return step
 
-    def compare(self, step: StepCells, requests: list[Served], asked: list[Tensor]) -> None:
+    def compare(self, step: StepCells, requests: list[Served], decoding: list[bool], asked: list[Tensor]) -> None:
         """Every metered decode row: true TV and true output error against what was reported."""
-        assert len(step.rows) == len(requests)
         for layer, cells in step.layers.items():
             for number, row in enumerate(step.rows):
+                if not decoding[row.request]:
+                    continue
                 request, q = requests[row.request], asked[layer][row.token]
                 out, weights = attention(q, *self.stored(request, layer))
                 exact = [request.exact[kind][layer, : request.length] for kind in "kv"]

@@ -31,7 +31,7 @@ def engine_of(name: str, dtype: torch.dtype = torch.float32, params: dict[str, A
 def test_bounds_hold_while_tokens_are_closed(name: str, reads: str, dtype: torch.dtype) -> None:
     engine = engine_of(name, dtype, prefill_reads=reads, metered=True)
     a, b = Served(engine, 1), Served(engine, 2)
-    for new in ({a: 14, b: 31}, {a: 1, b: 1}, {a: 25, b: 3}, {a: 1, b: 1}):
+    for new in ({a: 14, b: 31}, {a: 1, b: 1}, {a: 25, b: 1}, {a: 1, b: 3}, {a: 1, b: 1}):
         step = engine.step(new)
         assert all((cells.tv_audit.nan_to_num(0) <= cells.meter).all() for cells in step.layers.values())
     assert len(engine.changed(a)) > 30
