@@ -190,11 +190,6 @@ class Policy(_Section):
                 "quantizer.storage: is 'packed', but quantizer.layers names some layers only; the packed cache holds "
                 "every layer: set quantizer.layers to null or storage to 'simulated'"
             )
-        if self._gate.repairs:
-            raise ValueError(
-                f"quantizer.storage: is 'packed', but gate {self.gate.kind!r} repairs; a packed cache has no room for "
-                "exact blocks: set gate.kind to 'observe' or storage to 'simulated'"
-            )
 
     def _check_engine(self) -> None:
         """The engine's own cache holds every layer and has no room for exact blocks."""

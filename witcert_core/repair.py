@@ -23,7 +23,7 @@ from witcert_core.meter import CellBatch, cell_batch, centred, true_tv
 from witcert_core.output import relative_output_bound
 from witcert_core.pool import Pool
 from witcert_core.shadow import ShadowStore
-from witcert_core.store import LayerSlots, SlotStore
+from witcert_core.sides import Side, Sides
 from witcert_core.tv import attention_logits
 
 
@@ -85,7 +85,7 @@ class BlockRepairer:
     def __init__(
         self,
         gate: Gate,
-        store: SlotStore,
+        store: Sides,
         shadow: ShadowStore,
         *,
         block_size: int,
@@ -151,7 +151,7 @@ class BlockRepairer:
                 block_risk=block_risk(now.weights, now.radius, block_of, num_blocks, now.known),
                 repaired=_all_of(exact, block_of, num_blocks),
                 available=_all_of(self.shadow.has(rows.slots) | exact, block_of, num_blocks),
-                block_bytes=self.block_size * group.bytes_per_token,
+                block_bytes=self.block_size * self.shadow.bytes_per_token_head,
                 bytes_left=left,
                 value_risk=group.value_risk(now.weights, terms.norm, block_of, num_blocks),
             )
@@ -162,8 +162,8 @@ class BlockRepairer:
             wanted = rows.slots[places]
             self._restore(call, wanted, head, group, places)
             blocks += 1
-            moved += wanted.numel() * group.bytes_per_token
-            self._moved[rows.request_id] += wanted.numel() * group.bytes_per_token
+            moved += wanted.numel() * self.shadow.bytes_per_token_head
+            self._moved[rows.request_id] += wanted.numel() * self.shadow.bytes_per_token_head
         # Also when another request of this pass restored a block that this one reads: the engine's output is older.
         stale = any(bool(torch.isin(slots, rows.slots).any()) for slots in self._touched[call.layer, head])
         return _HeadOutcome(
@@ -211,7 +211,7 @@ class _HeadRows:
     """The cells of one KV head: R rows times G query heads, over the S tokens the last row sees."""
 
     def __init__(
-        self, call: LayerCall, rows: RequestRows, head: int, k: Tensor, v: Tensor, side: LayerSlots, form: str
+        self, call: LayerCall, rows: RequestRows, head: int, k: Tensor, v: Tensor, side: Side, form: str
     ) -> None:
         self.call, self.rows, self.head, self.side, self.form = call, rows, head, side, form
         num_rows, num_heads, dim = rows.q.shape
@@ -225,7 +225,6 @@ class _HeadRows:
             seen &= place[None] >= rows.positions[:, None] - call.window_left
         self.seen = seen.repeat_interleave(self.group, 0)
         self.sinks = None if call.sinks is None else call.sinks[self.own].repeat(num_rows)
-        self.bytes_per_token = (dim + v.shape[-1]) * k.element_size()
 
     def evaluate(self, delta_loc: float) -> _Evaluation:
         """The C cells from the cache as it is now."""

@@ -59,6 +59,12 @@ class ShadowStore:
     def nbytes(self) -> int:
         return sum(t.nbytes for kept in (self._k, self._v) for t in kept.values())
 
+    @property
+    def bytes_per_token_head(self) -> int:
+        """K and V of one slot, layer and KV head: what paging it in moves."""
+        k, v = (next(iter(kept.values())) for kept in (self._k, self._v))
+        return (k.shape[-1] + v.shape[-1]) * k.element_size()
+
     def claim(self, slots: Tensor) -> None:
         """Make room for the tokens about to be written into `slots` [N]; their former copies are void.
 

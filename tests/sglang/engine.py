@@ -130,7 +130,8 @@ class Engine:
         """What the pool holds for the first `count` tokens of a request."""
         slots = self.requests.req_to_token[self.rows[request], :count].long()
         if self.pool.dtype == torch.int8:
-            return self.runtime.cache.cache.read(layer, slots)
+            cache = self.runtime.cache
+            return (cache.repaired or cache.cache).read(layer, slots)
         if self.runtime.policy.meters_engine:
             k, v = self.runtime.cache.pool.read(layer, slots)
             return k.float(), v.float()
@@ -144,5 +145,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("hs,shd->hd", weights, v), weights
 
 
-def gated(name: str, kind: str = "certified", meter: dict[str, Any] | None = None, **gate: Any) -> Engine:
-    return Engine(name, meter=meter or {}, gate={"kind": kind, "block_size": 4, **gate})
+def gated(
+    name: str,
+    kind: str = "certified",
+    meter: dict[str, Any] | None = None,
+    storage: str = "simulated",
+    **gate: Any,
+) -> Engine:
+    return Engine(name, meter=meter or {}, storage=storage, gate={"kind": kind, "block_size": 4, **gate})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine import HKV, LAYERS, SLOTS, D, Engine, attention
+from engine import HKV, LAYERS, SLOTS, D, Engine, attention, gated
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 pytestmark = pytest.mark.sglang
@@ -53,3 +53,73 @@ def test_a_write_past_the_packed_backend_is_an_error() -> None:
     engine = Engine("int8_dither", storage="packed")
     with pytest.raises(NotImplementedError, match="unmetered"):
         engine.pool.set_kv_buffer(engine.layers[0], torch.tensor([3]), torch.zeros(1, HKV, D), torch.zeros(1, HKV, D))
+
+
+@pytest.mark.parametrize("name", ["int8_dither", "int8_dither_w"])
+def test_a_gate_over_codes_serves_what_it_certified(name: str) -> None:
+    """Exact blocks beside the packed pool: what is certified is attention over the mixture that is read."""
+    engine = gated(name, storage="packed", tau=0.02, tau_out=0.02)
+    engine.step([17, 31], ForwardMode.EXTEND)
+    codes = [buffer.clone() for buffer in engine.pool.k_buffer]
+    moved = 0
+    for _ in range(3):
+        step, queries, outputs = engine.step([1, 1], ForwardMode.DECODE)
+        moved += sum(verdict.repaired_bytes for verdict in step.verdicts)
+        for layer in range(LAYERS):
+            cells = step.layers[layer]
+            assert (cells.meter <= 0.02).all()
+            assert (cells.tv_audit <= cells.meter).all()
+            for i, count in enumerate(engine.lens):
+                out, compressed = attention(queries[layer][i], *engine.stored(layer, i, count))
+                exact_out, exact = attention(queries[layer][i], *(engine.exact[layer][x][i, :count] for x in "kv"))
+                assert torch.allclose(outputs[layer][i].double(), out, atol=1e-4)
+                assert ((exact - compressed).abs().sum(-1) / 2 <= cells.meter[i]).all()
+                assert ((exact_out - out).norm(dim=-1) <= cells.out_bound[i]).all()
+    assert 0 < moved <= LAYERS * HKV * sum(engine.lens) * 2 * D * 4  # a block at most once
+    slots = torch.cat([engine.requests.req_to_token[row, :17] for row in engine.rows]).long()
+    assert all(torch.equal(a[slots], b[slots]) for a, b in zip(codes, engine.pool.k_buffer, strict=True))
+
+
+def test_a_gated_packed_chunk_reads_itself_exactly_and_a_repaired_prefix() -> None:
+    engine = gated("int8_dither", storage="packed", tau=0.02, target="tv")
+    engine.step([9, 14], ForwardMode.EXTEND)
+    step, queries, outputs = engine.step([6, 5], ForwardMode.EXTEND)
+    assert sum(verdict.repaired_blocks for verdict in step.verdicts) > 0
+    token = 0
+    for i, (old, new) in enumerate(((9, 6), (14, 5))):
+        k, v = engine.stored(1, i, old)
+        for offset in range(new):
+            own_k, own_v = (engine.exact[1][kind][i, old : old + offset + 1] for kind in "kv")
+            out, _ = attention(queries[1][token], torch.cat([k, own_k]), torch.cat([v, own_v]))
+            assert torch.allclose(outputs[1][token].double(), out, atol=1e-4)
+            assert (step.layers[1].meter[token] <= 0.02).all()
+            token += 1
+
+
+def test_copies_that_are_gone_leave_codes_and_their_bound() -> None:
+    room = LAYERS * HKV * 2 * D * 4 * 20  # for twenty tokens
+    engine = gated("int8_dither", storage="packed", tau=0.02, shadow_bytes=room)
+    engine.step([17, 31], ForwardMode.EXTEND)
+    step, queries, _ = engine.step([1, 1], ForwardMode.DECODE)
+    assert any("gone from the shadow" in verdict.gave_up for verdict in step.verdicts)
+    for layer in range(LAYERS):
+        for i, count in enumerate(engine.lens):
+            k, v = engine.stored(layer, i, count)
+            _, compressed = attention(queries[layer][i], k, v)
+            _, exact = attention(queries[layer][i], engine.exact[layer]["k"][i, :count], v)
+            assert ((exact - compressed).abs().sum(-1) / 2 <= step.layers[layer].meter[i]).all()
+
+
+def test_a_reused_slot_of_a_repaired_block_is_codes_again() -> None:
+    engine = gated("int8_dither", storage="packed", tau=0.02)
+    engine.step([17, 31], ForwardMode.EXTEND)
+    engine.step([1, 1], ForwardMode.DECODE)
+    slots = engine.requests.req_to_token[engine.rows[0], :17].long()
+    repaired = engine.runtime.cache.repaired
+    assert repaired.exact(0, slots).any()
+    engine.lens = [0, 0]
+    engine.step([17, 31], ForwardMode.EXTEND)
+    assert not repaired.exact(0, slots).any()
+    step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
+    assert (step.layers[0].tv_audit <= step.layers[0].meter).all()
+    assert (step.layers[0].meter <= 0.02).all()

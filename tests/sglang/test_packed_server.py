@@ -94,3 +94,28 @@ def test_capacity_at_equal_memory(checkpoint: Path, tmp_path: Path) -> None:
         assert int(found[1]) == tokens
         tokens_per_gb[name] = tokens / (float(found[2]) + float(found[3]))
     assert tokens_per_gb["packed"] / tokens_per_gb["bf16"] == pytest.approx(512 / 272, rel=0.01)
+
+
+def test_a_gate_over_the_packed_pool(twin: Path, tmp_path: Path) -> None:
+    """Codes in the pool, exact blocks beside it: the outlier twin is brought within target, and pays for it once."""
+    policy = write_policy(
+        tmp_path / "policy.yaml",
+        quantizer={"name": "int8_dither", "storage": "packed"},
+        meter={"audit_every": 1},
+        gate={"kind": "combined", "target": "tv"},
+    )
+    options = ["--dtype", "float32", "--page-size", "16"]
+    with running_server(twin, policy=policy, log=tmp_path / "log", options=options) as server:
+        asked = ask_many(server, samples_of_each_task(1, num_tokens=192))
+        prompt = samples_of_each_task(1, num_tokens=192, seed=81)[0].prompt
+        _, warm, again = (Metered(server, tmp_path / "none").generate(prompt)["meta_info"] for _ in range(3))
+    assert all(a.right for a in asked)
+    summaries = [a.summary for a in asked if a.summary is not None]
+    assert sum(s["audit"]["violations"] for s in summaries) == 0
+    for summary in summaries:
+        gate = summary["gate"]
+        assert gate["repaired_blocks"] > 0
+        assert gate["not_certified"] == summary["cells_unknown"] == 0
+        assert gate["bytes"] <= 4 * 2 * 2 * 64 * 4 * (192 + 16)  # layers, KV heads, K and V, channels, fp32, tokens
+    assert warm["cached_tokens"] == again["cached_tokens"] > 100
+    assert again["witcert"]["gate"]["bytes"] < warm["witcert"]["gate"]["bytes"]  # what was restored stays so

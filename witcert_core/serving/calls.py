@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,6 +42,17 @@ class AttentionCall:
         if isinstance(self.reads_stored, Tensor):
             return self.reads_stored
         return torch.full((self.slots.numel(),), self.reads_stored, device=self.slots.device)
+
+    def own(self, new_tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]] | None:
+        """Exact keys and values of each request's own chunk where it reads them (of a request all tokens or none).
+
+        None when no token of the pass does.
+        """
+        late = ~self.early
+        if not bool(late.any()):
+            return None
+        parts = zip(*(torch.split(x, list(new_tokens)) for x in (self.exact_k, self.exact_v, late)), strict=True)
+        return [(k[mine], v[mine]) for k, v, mine in parts]
 
     def part(self, chosen: Tensor) -> AttentionCall:
         """The call of the `chosen` [N] bool tokens alone, for writing and accounting; it must not be run."""

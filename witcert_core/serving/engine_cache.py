@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from witcert_core.serving import measuring
@@ -35,10 +34,7 @@ class EngineCache(SimulatedCache):
         exact = Coded(call.exact_k, None), Coded(call.exact_v, None)
         self._account(call, *exact)
         if plan.rows and call.layer in self.metered_layers:
-            own = None
-            if not call.reads_stored:
-                own = list(zip(*(torch.split(x, plan.new_tokens) for x in (call.exact_k, call.exact_v)), strict=True))
-            side = self.store[call.layer]
+            side, own = self.store[call.layer], call.own(plan.new_tokens)
             read = gather(plan.requests, side, lambda flat: self.pool.read(call.layer, flat), own)
             exact_k = self.store.exact_k.get(call.layer)
             audited = None if exact_k is None else exact_k[read.slots]

@@ -14,12 +14,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from witcert_core.errors import UnsupportedError
 from witcert_core.packed import PackedCache, PackedLayer
 from witcert_core.policy import Policy
+from witcert_core.repair import BlockRepairer, LayerCall
 from witcert_core.serving import measuring
 from witcert_core.serving.calls import AttentionCall, Coded
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.gathered import Gathered, gather
 from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.repaired import RepairedCache
 from witcert_core.serving.rows import RowPlan
+from witcert_core.serving.simulated import shadow_store
 from witcert_core.serving.step import StepCells
 
 
@@ -32,6 +35,19 @@ class PackedStorage:
         self.encoder = encoder
         self.metered_layers = frozenset(policy.meter.layers_of(geometry.layers))
         self.cache = PackedCache(layers, encoder.row_ids, encoder.dither_key, geometry.kv_head_ids)
+        self.repaired: RepairedCache | None = None
+        self.repairer: BlockRepairer | None = None
+        if policy.repairs:
+            shadow = shadow_store(policy, geometry)
+            self.repaired = RepairedCache(self.cache, shadow, geometry.num_slots, geometry.num_kv_heads)
+            self.repairer = BlockRepairer(
+                policy.build_gate(),
+                self.repaired,
+                shadow,
+                block_size=policy.gate.block_size,
+                max_pagein_bytes=policy.gate.max_pagein_bytes,
+                form=policy.meter.form,
+            )
         self.exact_k: dict[int, Tensor] = {}
         if policy.meter.audit_every > 0:
             shape = (geometry.num_slots, geometry.num_kv_heads, geometry.head_dim)
@@ -44,10 +60,14 @@ class PackedStorage:
         return sum(t.nbytes for t in self.exact_k.values())
 
     def begin_pass(self, slots: Tensor, requests: Sequence[Tensor]) -> None:
-        """Nothing to prepare: a write replaces all that a slot said."""
+        """A pass is about to write into `slots`; without a gate that repairs there is nothing to prepare."""
+        if self.repaired is not None and self.repairer is not None:
+            self.repaired.begin_pass(slots)
+            self.repairer.begin_pass()
 
     def forget(self, request_id: str) -> None:
-        """Nothing is kept per request."""
+        if self.repairer is not None:
+            self.repairer.forget(request_id)
 
     def moved(self, target: Tensor, source: Tensor) -> None:
         """Engines copy codes without their scales and rows."""
@@ -62,7 +82,12 @@ class PackedStorage:
         )
 
     def status(self) -> dict[str, int]:
-        return {"bytes_shadow": 0, "shadow_slots": 0, "bytes_packed_pool": self.cache.nbytes}
+        shadow = None if self.repaired is None else self.repaired.shadow
+        return {
+            "bytes_shadow": 0 if shadow is None else shadow.nbytes,
+            "shadow_slots": 0 if shadow is None else shadow.num_rows,
+            "bytes_packed_pool": self.cache.nbytes,
+        }
 
     def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
         """Attention over codes, [N, H * Dv]; a chunk reads itself exactly, or as stored, and is packed either way."""
@@ -77,15 +102,14 @@ class PackedStorage:
         early, late = call.early, ~call.early
         if early.any():
             self._write(call.part(early), k.part(early), v.part(early))
-        own = None
-        if late.any():
-            wanted = torch.split(late, plan.new_tokens)  # of one request all tokens or none
-            both = zip(*(torch.split(x, plan.new_tokens) for x in (call.exact_k, call.exact_v)), strict=True)
-            own = [(k_i[mine], v_i[mine]) for (k_i, v_i), mine in zip(both, wanted, strict=True)]
-        cache = self.cache
-        read = gather(plan.requests, cache[call.layer], lambda flat: cache.read(call.layer, flat), own)
+        source = self.cache if self.repaired is None else self.repaired
+        own = call.own(plan.new_tokens)
+        read = gather(plan.requests, source[call.layer], lambda flat: source.read(call.layer, flat), own)
         out = attend(call.q, read, plan.new_tokens, call.sm_scale)
-        self._measure(call, read, plan, step, deltas)
+        if self.repairer is None:
+            self._measure(call, read, plan, step, deltas)
+        else:
+            self._gate(call, plan, step, deltas, out)
         if late.any():
             self._write(call.part(late), k.part(late), v.part(late))
         return out.reshape(call.q.shape[0], -1)
@@ -94,6 +118,19 @@ class PackedStorage:
         if k.codes is None or v.codes is None:
             raise UnsupportedError(f"quantizer {self.encoder.quantizer.name!r} gives no codes to pack")
         self.cache.write(call.layer, call.slots, call.exact_k, call.exact_v, k.codes, v.codes)
+        if self.repaired is not None:
+            self.repaired.shadow.put(call.layer, call.slots, call.exact_k, call.exact_v)
+
+    def _gate(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float], out: Tensor) -> None:
+        """Gate the planned rows; repaired rows of out [N, H, Dv] are computed again."""
+        if not plan.rows or call.layer not in self.metered_layers or self.repaired is None or self.repairer is None:
+            return
+        layer_call = LayerCall(
+            layer=call.layer, pool=self.repaired, sm_scale=call.sm_scale, exact_k=self.exact_k.get(call.layer)
+        )
+        own = call.part(~call.early)
+        with self.repaired.chunk(own.slots, own.exact_k, own.exact_v):
+            measuring.gate(step, plan, layer_call, call.q[plan.tokens], out, self.repairer, deltas)
 
     def _measure(
         self, call: AttentionCall, read: Gathered, plan: RowPlan, step: StepCells, deltas: list[float]
