@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from models import KV_HEADS, LAYERS
 from witcert_demo.servers import running_server
 
 from witcert_core.layout import KVLayout
@@ -14,7 +15,10 @@ from witcert_core.layout import KVLayout
 SIZES = re.compile(r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB")
 
 
-def tokens_per_gb(model: Path, work: Path, name: str, policy: dict[str, Any] | None, dtype: str) -> dict[str, Any]:
+def tokens_per_gb(
+    model: Path, work: Path, name: str, policy: dict[str, Any] | None, dtype: str, witness_bytes: int = 0
+) -> dict[str, Any]:
+    """witness_bytes: of a token, which SGLang does not count among the bytes of its pool."""
     path = None
     if policy is not None:
         path = work / f"{name}.yaml"
@@ -27,7 +31,7 @@ def tokens_per_gb(model: Path, work: Path, name: str, policy: dict[str, Any] | N
         found = SIZES.search(server.log_text())
     if found is None or int(found[1]) != tokens:
         raise RuntimeError(f"{work / name}.log says {found}, the server {tokens} tokens")
-    gigabytes = float(found[2]) + float(found[3])
+    gigabytes = float(found[2]) + float(found[3]) + tokens * witness_bytes / 2**30
     return {"tokens": tokens, "gb": gigabytes, "tokens_per_gb": tokens / gigabytes}
 
 
@@ -37,6 +41,7 @@ def measure(model: Path, work: Path) -> list[dict[str, Any]]:
     for name in ("int8_dither", "int8_dither_w"):
         policy = {"quantizer": {"name": name, "storage": "packed"}}
         layout = KVLayout(128, stored_witness=name.endswith("_w"))
-        found = tokens_per_gb(model, work, name, policy, "auto")
+        witness = layout.fields().get("k_witness", (0, 0))[1] * LAYERS * KV_HEADS
+        found = tokens_per_gb(model, work, name, policy, "auto", witness)
         rows.append({"cache": f"{name}, packed", "by_layout": layout.capacity_ratio(), **found})
     return [{**row, "ratio": row["tokens_per_gb"] / rows[0]["tokens_per_gb"]} for row in rows]

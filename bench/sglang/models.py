@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from witcert_demo.run import CHECKPOINT
 
+LAYERS, KV_HEADS = 4, 2
+
 
 def wide_model(target: Path) -> Path:
     """A Llama of 4 layers, 8 query and 2 KV heads of 128 channels, 45 million weights."""
@@ -21,9 +23,9 @@ def wide_model(target: Path) -> Path:
         vocab_size=320,
         hidden_size=1024,
         intermediate_size=2816,
-        num_hidden_layers=4,
+        num_hidden_layers=LAYERS,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=KV_HEADS,
         head_dim=128,
         max_position_embeddings=4096,
         tie_word_embeddings=True,

@@ -185,6 +185,16 @@ def test_sizes_are_those_of_the_layout():
         assert f"{size:g} bytes" in preset_text("int8")
 
 
+def test_the_layout_is_documented_to_the_byte():
+    layouts = (KVLayout(128), KVLayout(128, stored_witness=True), KVLayout(128, bypass_pairs=4))
+    names = list(KVLayout(128, bypass_pairs=4, stored_witness=True).fields())
+    rows = table_rows("meter.md", r"`[kv]_[a-z]+`")
+    assert [row[0].strip("`") for row in rows] == names
+    for column, layout in enumerate(layouts, start=2):
+        sizes = {name: size for name, (_, size) in layout.fields().items()}
+        assert [int(row[column]) for row in rows] == [sizes.get(name, 0) for name in names]
+
+
 def test_tightness_is_that_of_the_vectors():
     cases = load_vectors(ROOT / "tests" / "data" / "bounds.json")
     assert f"{len(cases)} cells of `tests/data/bounds.json`" in TEXT["meter.md"]
