@@ -100,14 +100,15 @@ $(ENVS)/sglang/.ready: $(SOURCES) $(PLUGINS:=/pyproject.toml) plugins/requiremen
 	$(SGLANG)/python $(PIP) -e '.[dev,eval]' -e demo -e $(ADAPTER) $(addprefix -e ,$(PLUGINS))
 	@touch $@
 
-$(ENVS)/vllm/.ready: pyproject.toml demo/pyproject.toml $(wildcard $(VLLM_ADAPTER)/pyproject.toml $(VLLM_ADAPTER)/*.txt)
+$(ENVS)/vllm/.ready: pyproject.toml demo/pyproject.toml $(PLUGINS:=/pyproject.toml) \
+		$(wildcard $(VLLM_ADAPTER)/pyproject.toml $(VLLM_ADAPTER)/*.txt)
 	@echo "Making $(ENVS)/vllm: vLLM 0.32.0 for the CPU. Downloads about 0.8 GB with a CPU build of PyTorch."
 	$(PYTHON) -m venv $(ENVS)/vllm
 	$(VLLM)/python $(PIP) $(TORCH_FLAGS) $(TORCH)
 	$(VLLM)/python $(PIP) --no-deps -r $(VLLM_ADAPTER)/requirements-cpu-nodeps.txt
 	$(VLLM)/python $(PIP) -r $(VLLM_ADAPTER)/requirements-cpu.txt
 	$(VLLM)/python $(PIP) --no-deps ./$(VLLM_ADAPTER)/cpu_shim
-	$(VLLM)/python $(PIP) -e '.[dev]' -e demo -e $(VLLM_ADAPTER)
+	$(VLLM)/python $(PIP) -e '.[dev]' -e demo -e $(VLLM_ADAPTER) $(addprefix -e ,$(PLUGINS))
 	@touch $@
 
 clean:

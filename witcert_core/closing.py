@@ -56,6 +56,17 @@ class ClosingRule:
             return 0
         return max(length - self.recent_tokens, 0) // self.token_group * self.token_group
 
+    def describe(self) -> str:
+        """When tokens are quantized, for people."""
+        waits = []
+        if self.token_group > 1:
+            waits.append(f"in groups of {self.token_group} tokens")
+        if self.recent_tokens:
+            waits.append(f"once {self.recent_tokens} newer ones are there")
+        if self.calibration_tokens:
+            waits.append(f"after a calibration on the first {self.calibration_tokens}")
+        return f"{', '.join(waits)}; exact until then" if waits else "as they are written"
+
     def check_sharing(self, unit: int, how: str) -> None:
         """Raise UnsupportedError if the engine shares prefixes in units of `unit` tokens that may split a group.
 

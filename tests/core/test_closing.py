@@ -29,6 +29,13 @@ def test_closed_tokens_by_length(rule: ClosingRule, closed: dict[int, int]) -> N
     assert rule.immediate == (rule == ClosingRule())
 
 
+def test_people_are_told_when_tokens_are_quantized() -> None:
+    assert ClosingRule().describe() == "as they are written"
+    assert ClosingRule(4, 8, 16).describe() == (
+        "in groups of 4 tokens, once 8 newer ones are there, after a calibration on the first 16; exact until then"
+    )
+
+
 def grow(tokens: OpenTokens, slots: torch.Tensor, chunks: list[int]) -> list[list[int]]:
     """Write a request chunk by chunk; the positions closed in each pass."""
     found, done = [], 0

@@ -12,7 +12,7 @@ from conftest import Metered, ask_many, samples_of_each_task, write_policy
 from sglang.srt.layers.radix_attention import RadixAttention
 from witcert_demo.servers import running_server
 from witcert_sglang import support
-from witcert_sglang.rotary import rotary_tables
+from witcert_sglang.rotary import rotary_modules
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.hooks import quantizer_registry
@@ -68,41 +68,9 @@ def test_pages_that_would_split_a_group_are_refused(name: str, unit: int) -> Non
         support.check_sharing(quantizer, SimpleNamespace(page_size=page_size, disable_radix_cache=True))
 
 
-class Rope(torch.nn.Module):
-    """As much of a rotary embedding as is looked at, turning pairs half-split whatever it says."""
-
-    def __init__(self, neox: bool = True, **changes: object) -> None:
-        super().__init__()
-        angles = torch.arange(64)[:, None] * torch.logspace(0, -4, 32)[None]
-        self.cos_sin_cache = torch.cat([angles.cos(), angles.sin()], -1)
-        self.rotary_dim, self.is_neox_style, self.position_start = 64, neox, 0
-        for name, value in changes.items():
-            setattr(self, name, value)
-
-    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self.cos_sin_cache[positions].chunk(2, -1)
-        a, b = k.chunk(2, -1)
-        return q, torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def tables_of(rope: torch.nn.Module | None) -> object:
-    layer = torch.nn.Module()
-    layer.attn = RadixAttention(1, 64, 0.1, num_kv_heads=1, layer_id=0)
-    if rope is not None:
-        layer.rotary_emb = rope
-    return rotary_tables(torch.nn.ModuleList([layer]), [0], 64, torch.float32, "cpu")
-
-
-def test_rotary_embeddings_are_found_checked_and_refused() -> None:
-    table = tables_of(Rope())(0)
-    x = torch.randn(5, 1, 64)
-    _, turned = Rope()(torch.arange(5), x[:, 0], x[:, 0])
-    assert torch.allclose(table.rotate(x, torch.arange(5))[:, 0], turned, atol=1e-6)
-    for rope, message in (
-        (None, "layer 0 has no rotary embedding beside it"),
-        (Rope(neox=False), "turns keys otherwise than its table says"),
-        (Rope(mrope_section=[8, 12, 12]), "no table of plain positions"),
-        (Rope(cos_sin_cache=None), "no table of plain positions"),
-    ):
-        with pytest.raises(UnsupportedError, match=message):
-            tables_of(rope)
+def test_the_rotary_embedding_beside_a_layer_is_found() -> None:
+    layers = torch.nn.ModuleList([torch.nn.Module() for _ in range(2)])
+    for number, layer in enumerate(layers):
+        layer.attn = RadixAttention(1, 64, 0.1, num_kv_heads=1, layer_id=number)
+    layers[1].rotary_emb = torch.nn.Identity()
+    assert rotary_modules(layers, [0, 1]) == {0: None, 1: layers[1].rotary_emb}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from witcert_core.closing import ClosingRule
 from witcert_core.serving.runtime import Runtime
 from witcert_core.units import format_bytes
 
@@ -27,6 +28,7 @@ def banner(runtime: Runtime, *, answers: str, metrics: str) -> str:
         f"  rows                : {rows(runtime)}",
         f"  audited             : {audited(policy.meter.audit_every)}",
         f"  prefill reads       : {policy.prefill_reads}",
+        f"  tokens quantized    : {ClosingRule.of(runtime.quantizer).describe()}",
         f"  memory              : {format_bytes(status['bytes_witness'])} of witnesses and row ids, "
         f"{format_bytes(status['bytes_audit_copies'])} of exact copies for the audit",
         f"  gate                : {gate(status)}",

@@ -17,6 +17,7 @@ from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.report.jsonl import JsonlWriter
 from witcert_core.report.prometheus import Metrics
 from witcert_core.serving.banner import banner
+from witcert_core.serving.rotary import rotary_tables
 from witcert_sglang import packed, support
 from witcert_sglang.backend import metered_factory
 from witcert_sglang.geometry import read_geometry
@@ -25,7 +26,7 @@ from witcert_sglang.memory import packed_bytes_per_token, side_bytes_per_token
 from witcert_sglang.pool import backend_scales
 from witcert_sglang.ranks import attention_ranks
 from witcert_sglang.results import send_along, streamer_class
-from witcert_sglang.rotary import rotary_tables
+from witcert_sglang.rotary import rotary_modules
 from witcert_sglang.runtime import SglangRuntime
 
 T = TypeVar("T")
@@ -153,8 +154,8 @@ class Installation:
             scales = backend_scales(layers, runner.server_args.attention_backend) if own else {}
             tables = None
             if self.quantizer.space == "pre_rope":
-                quantized = self.policy.quantizer.layers_of(geometry.layers)
-                tables = rotary_tables(runner.model, quantized, geometry.head_dim, runner.dtype, geometry.device)
+                found = rotary_modules(runner.model, self.policy.quantizer.layers_of(geometry.layers))
+                tables = rotary_tables(found, geometry.head_dim, runner.dtype, geometry.device)
             self.runtime = SglangRuntime(
                 self.policy, self.quantizer, geometry, pool, metrics, ranks, scales, tables
             )

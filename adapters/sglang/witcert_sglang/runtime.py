@@ -40,7 +40,7 @@ class SglangRuntime(Runtime):
         scales: Mapping[int, tuple[float, float]] | None = None,
         tables: Tables | None = None,
     ) -> None:
-        """scales: of a pool that SGLang quantizes itself, see `EnginePool`. tables: see `rotary.py`."""
+        """scales: of a pool that SGLang quantizes itself, see `EnginePool`. tables: see `Encoder`."""
         self.pool = pool
 
         def make_cache(encoder: Encoder) -> Cache:

@@ -33,6 +33,7 @@ def _create(
         args.kv_transfer_config = with_connector(args.kv_transfer_config)
     config = original(args, *rest, **kwargs)
     support.check_config(config, policy)
+    support.check_sharing(installation.quantizer, config.cache_config)
     model = config.model_config
     check_quantizer(installation.quantizer, model.get_head_size())
     layers = range(model.get_total_num_hidden_layers())

@@ -109,7 +109,6 @@ def install(policy_path: str) -> None:
     support.check_version()
     policy = load_policy(policy_path)
     quantizer = policy.build_quantizer()
-    support.check_quantizer_kind(quantizer)
     _current = Installation(policy, quantizer)
     for name in support.BACKENDS:
         member = AttentionBackendEnum[name]

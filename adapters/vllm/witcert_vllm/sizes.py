@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from witcert_core import capacity
+from witcert_core.closing import ClosingRule
 from witcert_core.rotary import RotarySpec
 from witcert_vllm.geometry import rotary_dim
 from witcert_vllm.plugin import Installation
@@ -21,4 +22,5 @@ def side_bytes_per_token(installation: Installation, vllm_config: Any, specs: Ma
     per_head = capacity.side_bytes_per_head(
         installation.quantizer, rotary, spec.head_size_v, model.dtype.itemsize, policy.sketch_bits
     )
-    return capacity.side_bytes_per_token(per_head, spec.num_kv_heads, len(specs))
+    flag = 0 if ClosingRule.of(installation.quantizer).immediate else 1  # whether a token waits to be quantized
+    return capacity.side_bytes_per_token(per_head, spec.num_kv_heads, len(specs)) + flag

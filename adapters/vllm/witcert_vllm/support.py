@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from packaging.specifiers import SpecifierSet
 
+from witcert_core.closing import ClosingRule
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
@@ -53,14 +54,11 @@ def check_version() -> None:
         )
 
 
-def check_quantizer_kind(quantizer: Quantizer) -> None:
-    """Raise UnsupportedError for a quantizer this adapter cannot feed."""
-    if quantizer.space != "post_rope" or quantizer.token_group != 1 or quantizer.state != "none":
-        raise UnsupportedError(
-            f"quantizer.name is {quantizer.name!r}, which needs {quantizer.space} keys, groups of "
-            f"{quantizer.token_group} token(s) and state {quantizer.state!r}: witcert-vllm takes stateless "
-            "post_rope quantizers of single tokens"
-        )
+def check_sharing(quantizer: Quantizer, cache_config: Any) -> None:
+    """Raise UnsupportedError if requests could share a part of what the quantizer takes together."""
+    rule = ClosingRule.of(quantizer)
+    if cache_config.enable_prefix_caching:
+        rule.check_sharing(cache_config.block_size, f"--block-size {rule.sharing_unit} or --no-enable-prefix-caching")
 
 
 def check_engine_args(args: Any) -> None:

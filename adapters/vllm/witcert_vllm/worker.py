@@ -11,6 +11,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from witcert_core.serving.banner import banner
 from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.rotary import rotary_tables
 from witcert_core.serving.runtime import Cache
 from witcert_core.serving.simulated import SimulatedCache
 from witcert_vllm import process, support
@@ -18,6 +19,7 @@ from witcert_vllm.geometry import layer_ids, read_geometry
 from witcert_vllm.plugin import Installation, current
 from witcert_vllm.pool import PagePool, check_layout, cpu_views, plain_views
 from witcert_vllm.ranks import tensor_ranks
+from witcert_vllm.rotary import rotary_modules
 from witcert_vllm.runtime import VllmRuntime
 from witcert_vllm.sizes import side_bytes_per_token
 
@@ -41,7 +43,7 @@ class MeteredWorker(WorkerBase):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
         installation = current()
-        runtime = build_runtime(installation, self.vllm_config)
+        runtime = build_runtime(installation, self.vllm_config, self.model_runner.model)
         process.set_runtime(runtime)
         if runtime.ranks.reports:
             print(
@@ -76,7 +78,7 @@ def wrap_method(owner: Any, name: str, after: Callable[..., None]) -> None:
     setattr(owner, name, wrapper)
 
 
-def build_runtime(installation: Installation, vllm_config: Any) -> VllmRuntime:
+def build_runtime(installation: Installation, vllm_config: Any, model: Any) -> VllmRuntime:
     """The meter over the cache that was just allocated; raises UnsupportedError for layers it does not follow."""
     policy = installation.policy
     layers = support.attention_layers(vllm_config)
@@ -91,7 +93,13 @@ def build_runtime(installation: Installation, vllm_config: Any) -> VllmRuntime:
         return SimulatedCache(policy, geometry, pool, encoder)
 
     check_layouts(pool, layers, ids)
-    runtime = VllmRuntime("vllm", policy, installation.quantizer, geometry, make_cache, None, ranks, keeps_ledger=False)
+    quantizer, tables = installation.quantizer, None
+    if quantizer.space == "pre_rope":
+        quantized = set(policy.quantizer.layers_of(geometry.layers))
+        wanted = {name: layer for name, layer in ids.items() if layer in quantized}
+        dtype = vllm_config.model_config.dtype
+        tables = rotary_tables(rotary_modules(model, wanted), geometry.head_dim, dtype, geometry.device)
+    runtime = VllmRuntime("vllm", policy, quantizer, geometry, make_cache, None, ranks, tables, keeps_ledger=False)
     runtime.layer_ids, runtime.block_size = ids, block_size
     return runtime
 
