@@ -68,7 +68,8 @@ test-sglang: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m pytest tests/sglang
 	$(SGLANG)/python -m pytest tests/demo -k hugging_face
 
-test-vllm: $(ENVS)/vllm/.ready
+# Parity asks both engines, so this needs both environments.
+test-vllm: $(ENVS)/vllm/.ready $(ENVS)/sglang/.ready
 	$(VLLM)/python -m pytest tests/vllm
 
 soak: $(ENVS)/sglang/.ready

@@ -49,14 +49,22 @@ class Engine:
         return answers
 
     def records(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.jsonl.read_text().splitlines()]
+        return read_records(self.jsonl)
 
     def cells(self, answer: Answer) -> Cells:
         """Bound of every measured cell of a request by position, layer and head; its audit holds."""
         assert answer.summary["audit"]["violations"] == 0
-        wanted = answer.summary["request_id"]
-        found = [r for r in self.records() if r["request_id"] == wanted and r.get("status") == "measured"]
-        return {(r["position"], r["layer"], r["q_head"]): r["meter"] for r in found}
+        return cells_of(self.jsonl, answer.summary["request_id"])
+
+
+def read_records(jsonl: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in jsonl.read_text().splitlines()]
+
+
+def cells_of(jsonl: Path, request_id: str) -> Cells:
+    """Bound of every measured cell of a request by position, layer and head."""
+    mine = [r for r in read_records(jsonl) if r["request_id"] == request_id and r.get("status") == "measured"]
+    return {(r["position"], r["layer"], r["q_head"]): r["meter"] for r in mine}
 
 
 def write_policy(path: Path, **sections: Any) -> Path:

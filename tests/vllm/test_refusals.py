@@ -80,9 +80,7 @@ def test_mla_stops_the_server(checkpoint: Path, tmp_path: Path, monkeypatch: pyt
     assert "MLA" in refused_config(model, write_policy(tmp_path / "p.yaml", **NONE), monkeypatch)
 
 
-def test_layers_and_files_that_are_not_there(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_and_files_that_are_not_there(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = write_policy(tmp_path / "p.yaml", **NONE, meter={"layers": [9]})
     assert "meter.layers" in refused_config(checkpoint, policy, monkeypatch)
     policy = write_policy(tmp_path / "p.yaml", **NONE, report={"jsonl": str(tmp_path / "no" / "x")})

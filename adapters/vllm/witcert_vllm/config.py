@@ -23,9 +23,7 @@ def around_create_engine_config(original: Callable[..., Any], args: Any, *rest: 
     return refuse_on_error(_create, current(), original, args, *rest, **kwargs)
 
 
-def _create(
-    installation: Installation, original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any
-) -> Any:
+def _create(installation: Installation, original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
     policy = installation.policy
     support.check_engine_args(args)
     if not has_own(args.kv_transfer_config):

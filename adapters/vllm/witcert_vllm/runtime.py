@@ -104,9 +104,7 @@ def window_left(layer: Any) -> int:
     return -1 if window is None or window <= 0 else int(window) - 1
 
 
-def requests_of(
-    request_ids: Sequence[str], metadata: Any, starts: Sequence[int], block_size: int
-) -> list[RequestPass]:
+def requests_of(request_ids: Sequence[str], metadata: Any, starts: Sequence[int], block_size: int) -> list[RequestPass]:
     """The requests of a pass; `starts` [requests + 1] in the flat query tensor.
 
     Block b holds the slots from b * block_size on.

@@ -24,15 +24,16 @@ class MeteredSchedule(SchedulerInterface):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         connector = own(self.connector)
         step = step_of(model_runner_output.kv_connector_output)
-        aborted: list[Any] = []
+        last_words: list[tuple[int, EngineCoreOutput]] = []
         if step is not None:
             committed = [i for i, rid in enumerate(step.request_ids) if is_committed(self.requests.get(rid))]
             gave_up = connector.commit(step, committed)
             if gave_up:
                 aborted = self.finish_requests(gave_up.keys(), RequestStatus.FINISHED_ABORTED)
+                last_words = [(request.client_index, last_word(request, connector)) for request in aborted]
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        for request in aborted:
-            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(last_word(request, connector))
+        for client, output in last_words:
+            outputs.setdefault(client, EngineCoreOutputs(outputs=[])).outputs.append(output)
         return outputs
 
 

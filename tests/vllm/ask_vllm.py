@@ -1,0 +1,58 @@
+"""Ask a vLLM engine in a process of its own: `ask_vllm.py CASE.json OUT.json`.
+
+CASE: model, policy, prompts, max_tokens, engine options, and `v2` for model runner V2, which vLLM only runs on a CPU
+when Triton claims a backend there; its kernels then run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+
+def pretend_triton_runs_here() -> None:
+    """Before vLLM is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    import triton.backends
+
+    class Driver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
+
+
+def runner_name(worker: Any) -> str:
+    return f"{type(worker.model_runner).__module__} {worker.model_config.enforce_eager}"
+
+
+def main(case_path: str, out_path: str) -> None:
+    case = json.loads(Path(case_path).read_text())
+    if case["v2"]:
+        pretend_triton_runs_here()
+    os.environ.update({"WITCERT_POLICY": case["policy"], "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `runner_name` below
+    from vllm import LLM, SamplingParams
+
+    fixed = {"dtype": "float32", "max_model_len": 1024, "gpu_memory_utilization": 0.3, "enforce_eager": True}
+    llm = LLM(model=case["model"], **{**fixed, "kv_cache_memory_bytes": 16 << 20, **case["options"]})
+    answers = []
+    for prompt in case["prompts"]:
+        params = SamplingParams(temperature=0, max_tokens=case["max_tokens"])
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        (summary,) = output.kv_transfer_params["witcert"]
+        answers.append({"tokens": list(output.outputs[0].token_ids), "summary": summary})
+    (runner, *_) = llm.collective_rpc(runner_name)
+    Path(out_path).write_text(
+        json.dumps({"answers": answers, "runner": runner, "status": llm.collective_rpc("witcert_status")[0]})
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
