@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from witcert_core import bypass
 from witcert_core.dither import HALF_STEP_MARGIN, DitherKey, dequantize_int8, group_witness_codes, rows
 from witcert_core.errors import InputError
 from witcert_core.quantizers.base import Encoded
 from witcert_core.radii import radius_dither, radius_group_witness
+from witcert_core.rotary import RotarySpec
 
 HALF_STEPS_UP = 1 + 2.0**-13
 """Covers the fp32 rounding of a dequantized value beside the half steps of its groups."""
@@ -55,7 +57,8 @@ class PackedLayer:
     """One layer's buffers, owned by the engine's pool; also the `Radii` that `meter.measure` asks.
 
     k, v [SLOTS, Hkv, D] int8; k_scale, v_scale [SLOTS, Hkv, Gr] float16, infinite where nothing was written;
-    k_witness [SLOTS, Hkv, Gr] uint8 or None.
+    k_witness [SLOTS, Hkv, Gr] uint8 or None. k_bypass [SLOTS, Hkv, C] in 16 bit or None, and the channels [Hkv, C]
+    int64 it holds, None until the first keys were written (`bypass.py`).
     """
 
     k: Tensor
@@ -63,9 +66,13 @@ class PackedLayer:
     k_scale: Tensor
     v_scale: Tensor
     k_witness: Tensor | None = None
+    k_bypass: Tensor | None = None
+    channels: Tensor | None = None
 
     def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
         """c [H, S] float64; see `radii.radius_dither` and `radii.radius_group_witness`."""
+        if self.channels is not None:
+            q = bypass.masked_query(q, self.channels)
         scales = self.k_scale[slots]
         radius = radius_dither(q, scales, sm_scale, delta_loc, slots.numel())
         if self.k_witness is None:
@@ -85,27 +92,51 @@ class PackedCache:
     """All layers of one rank. `row_ids` [SLOTS] int64 is shared by them: the pass in which a slot was written."""
 
     def __init__(
-        self, layers: Mapping[int, PackedLayer], row_ids: Tensor, key: DitherKey, head_ids: tuple[int, ...]
+        self,
+        layers: Mapping[int, PackedLayer],
+        row_ids: Tensor,
+        key: DitherKey,
+        head_ids: tuple[int, ...],
+        rotary: RotarySpec,
     ) -> None:
         self.layers = dict(layers)
         self.row_ids = row_ids
         self.key = key
         self.head_ids = head_ids
+        self.rotary = rotary
 
     def __getitem__(self, layer: int) -> PackedLayer:
         return self.layers[layer]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and witnesses."""
-        buffers = (b for x in self.layers.values() for b in (x.k, x.v, x.k_scale, x.v_scale, x.k_witness))
+        """Bytes of codes, scales, witnesses and bypassed channels."""
+        layers = self.layers.values()
+        buffers = (b for x in layers for b in (x.k, x.v, x.k_scale, x.v_scale, x.k_witness, x.k_bypass))
         return sum(b.nbytes for b in buffers if b is not None)
 
-    def write(self, layer: int, slots: Tensor, exact_k: Tensor, exact_v: Tensor, k: Encoded, v: Encoded) -> None:
-        """Store N tokens: codes, scales, and the witness of the keys if the layout has one.
+    def to_encode(self, layer: int, keys: Tensor) -> Tensor:
+        """What of keys [N, Hkv, D] goes into codes: all of it, or all but the bypassed channels.
 
-        Raises InputError for codes that are not what their scales promise: the cache reads them with those scales.
+        Raises InputError when keys to be bypassed are not in the dtype they would be kept in.
         """
+        target = self.layers[layer]
+        if target.k_bypass is None:
+            return keys
+        if keys.dtype != target.k_bypass.dtype:
+            kept = target.k_bypass.dtype
+            raise InputError(f"layer {layer}: keys are {keys.dtype}, outliers are kept in {kept}; give them in that")
+        if target.channels is None:
+            target.channels = bypass.outlier_channels(keys, self.rotary, target.k_bypass.shape[-1] // 2)
+        return bypass.without(keys, target.channels)
+
+    def write(self, layer: int, slots: Tensor, exact_k: Tensor, exact_v: Tensor, k: Encoded, v: Encoded) -> None:
+        """Store N tokens: codes, scales, and the witness and outliers of the keys if the layout has them.
+
+        k: of `to_encode(layer, exact_k)`. Raises InputError for codes that are not what their scales promise: the
+        cache reads them with those scales.
+        """
+        whole_k, exact_k = exact_k, self.to_encode(layer, exact_k)
         for name, coded, exact in (("keys", k, exact_k), ("values", v, exact_v)):
             # A head that is no number has an infinite scale already.
             if bool((breaks_half_step(coded, exact) & exact.isfinite().all(-1)).any()):
@@ -115,6 +146,12 @@ class PackedCache:
         target.v[slots], target.v_scale[slots] = v.codes, v.scales
         if target.k_witness is not None:
             target.k_witness[slots] = group_witness_codes(exact_k, k.values, k.scales)
+        if target.k_bypass is not None and target.channels is not None:
+            outliers = bypass.taken(whole_k, target.channels)
+            target.k_bypass[slots] = outliers
+            # A bypassed number is exact unless it is none; then nothing is known about its token.
+            scales = k.scales.masked_fill(~outliers.isfinite().all(-1, keepdim=True), float("inf"))
+            target.k_scale[slots] = scales
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Dequantized k [S, Hkv, D] and v [S, Hkv, Dv] float32 of `slots`; each pass's dither row is made once."""
@@ -123,5 +160,7 @@ class PackedCache:
         dims = (source.k.shape[-1], source.v.shape[-1])
         u = rows(self.key, passes, layer, self.head_ids, max(dims))[which]
         k = dequantize_int8(source.k[slots], source.k_scale[slots], u[..., : dims[0]])
+        if source.k_bypass is not None and source.channels is not None:
+            k = bypass.put(k, source.channels, source.k_bypass[slots])
         v = dequantize_int8(source.v[slots], source.v_scale[slots], u[..., : dims[1]])
         return k, v

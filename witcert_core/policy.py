@@ -179,6 +179,11 @@ class Policy(_Section):
 
     def _check_storage(self) -> None:
         if self.quantizer.storage == "simulated":
+            if self._quantizer.bypass_pairs:
+                raise ValueError(
+                    f"quantizer.storage: is 'simulated', but quantizer {self.quantizer.name!r} keeps outliers beside "
+                    "its codes; allowed: 'packed', or a quantizer without bypass"
+                )
             return
         if not isinstance(self._quantizer, DitheredQuantizer):
             raise ValueError(

@@ -16,9 +16,9 @@ SIZES = re.compile(r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB")
 
 
 def tokens_per_gb(
-    model: Path, work: Path, name: str, policy: dict[str, Any] | None, dtype: str, witness_bytes: int = 0
+    model: Path, work: Path, name: str, policy: dict[str, Any] | None, dtype: str, side_bytes: int = 0
 ) -> dict[str, Any]:
-    """witness_bytes: of a token, which SGLang does not count among the bytes of its pool."""
+    """side_bytes: of a token, which SGLang does not count among the bytes of its pool."""
     path = None
     if policy is not None:
         path = work / f"{name}.yaml"
@@ -31,17 +31,17 @@ def tokens_per_gb(
         found = SIZES.search(server.log_text())
     if found is None or int(found[1]) != tokens:
         raise RuntimeError(f"{work / name}.log says {found}, the server {tokens} tokens")
-    gigabytes = float(found[2]) + float(found[3]) + tokens * witness_bytes / 2**30
+    gigabytes = float(found[2]) + float(found[3]) + tokens * side_bytes / 2**30
     return {"tokens": tokens, "gb": gigabytes, "tokens_per_gb": tokens / gigabytes}
 
 
 def measure(model: Path, work: Path) -> list[dict[str, Any]]:
     """One row a cache; `ratio` against bfloat16, `by_layout` what the bytes say."""
     rows = [{"cache": "bf16", "by_layout": 1.0, **tokens_per_gb(model, work, "bf16", None, "bf16")}]
-    for name in ("int8_dither", "int8_dither_w"):
+    for name in ("int8_dither", "int8_dither_w", "int8_dither_bypass"):
         policy = {"quantizer": {"name": name, "storage": "packed"}}
-        layout = KVLayout(128, stored_witness=name.endswith("_w"))
-        witness = layout.fields().get("k_witness", (0, 0))[1] * LAYERS * KV_HEADS
-        found = tokens_per_gb(model, work, name, policy, "auto", witness)
+        layout = KVLayout(128, stored_witness=name.endswith("_w"), bypass_pairs=4 if name.endswith("bypass") else 0)
+        beside = sum(layout.fields().get(field, (0, 0))[1] for field in ("k_witness", "k_bypass"))
+        found = tokens_per_gb(model, work, name, policy, "auto", beside * LAYERS * KV_HEADS)
         rows.append({"cache": f"{name}, packed", "by_layout": layout.capacity_ratio(), **found})
     return [{**row, "ratio": row["tokens_per_gb"] / rows[0]["tokens_per_gb"]} for row in rows]

@@ -102,8 +102,11 @@ def test_built_in_names_are_documented_and_documented_names_are_built_in():
         assert named <= set(BUILTIN), name
     for name in BUILTIN:
         known = set(REGISTRY.parameters(name))
-        assert known <= ({"group_size"} if name.endswith("_token_group") else set()), name
+        allowed = {"int8_dither_bypass": {"pairs"}}
+        assert known <= allowed.get(name, {"group_size"} if name.endswith("_token_group") else set()), name
     assert REGISTRY.get("int4_token_group") == REGISTRY.get("int4_token_group", {"group_size": 32})
+    assert REGISTRY.get("int8_dither_bypass") == REGISTRY.get("int8_dither_bypass", {"pairs": 4})
+    assert "`pairs` (outlier channel pairs of K in 16 bit, 4 unless given)" in POLICY_ROWS["quantizer.params"][3]
     assert "`group_size` (channels that share a scale, 32 unless given)" in POLICY_ROWS["quantizer.params"][3]
     presets = re.search(r"`--preset (\w+)`, `(\w+)` or\s`(\w+)`", TEXT["policy.md"])
     assert presets is not None
@@ -179,6 +182,7 @@ def test_sizes_are_those_of_the_layout():
         (str(x.head_dim), str(x.bytes_per_token_head), f"{x.capacity_ratio():.2f}x") for x in layouts
     ]
     assert [x.bytes_per_token_head for x in layouts] == [272, 276, 288, 172]
+    assert REGISTRY.get("int8_dither_bypass").bytes_per_token_head(128) == 288
     for quantizer, layout in zip(("int8_dither", "int8_dither_w"), layouts, strict=False):
         size = REGISTRY.get(quantizer).bytes_per_token_head(128)
         assert size == layout.bytes_per_token_head

@@ -42,10 +42,17 @@ class Engine:
         own_pool = sections.pop("own_pool", None)  # a dtype or a KV-cache method of SGLang's own
         meter = {"stride": 1, "audit_every": 1, "max_rows": 64, **sections.pop("meter", {})}
         storage = sections.pop("storage", "simulated")
-        chosen = {"name": quantizer, "layers": sections.pop("quantized_layers", None), "storage": storage}
+        self.outliers = sections.pop("outliers", {})  # channel -> what its keys are multiplied with
+        chosen = {
+            "name": quantizer,
+            "params": sections.pop("params", {}),
+            "layers": sections.pop("quantized_layers", None),
+            "storage": storage,
+        }
         policy = parse_policy({"version": 1, "quantizer": chosen, "meter": meter, **sections})
         self.requests = ReqToTokenPool(size=4, max_context_len=128, device="cpu", enable_memory_saver=False)
-        method = PackedMethod(quantizer == "int8_dither_w") if storage == "packed" else None
+        built = policy.build_quantizer()
+        method = PackedMethod(built.stored_witness, built.bypass_pairs, dtype) if storage == "packed" else None
         pool_dtype = torch.int8 if storage == "packed" else dtype
         if isinstance(own_pool, torch.dtype):
             pool_dtype = own_pool
@@ -109,6 +116,8 @@ class Engine:
             self.backend.init_forward_metadata(forward_batch)
             for number, layer in enumerate(self.layers):
                 q, k, v = (torch.randn(total, h * D) * 2 for h in (HQ, HKV, HKV))
+                for channel, factor in self.outliers.items():
+                    k.view(total, HKV, D)[..., channel] *= factor
                 self.remember(number, k, v, prefix, new)
                 queries.append(q.view(total, HQ, D))
                 out = layer(*(x.to(self.model_dtype) for x in (q, k, v)), forward_batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine import HKV, LAYERS, SLOTS, D, Engine, attention, gated
+from engine import HKV, HQ, LAYERS, SLOTS, D, Engine, attention, gated
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 pytestmark = pytest.mark.sglang
@@ -33,6 +33,62 @@ def test_the_packed_pool_is_read_and_bounded(name: str, dtype: torch.dtype, read
             assert (cells.tv_audit[i] <= cells.meter[i]).all()
             assert (cells.meter[i] < 0.5).all()
         assert (step.witness_layers[layer].meter >= cells.meter).all()
+
+
+OUTLIERS = dict.fromkeys((30, 31, 62, 63), 40.0)  # two rotary pairs
+
+
+@pytest.mark.parametrize("reads", ["chunk_exact", "stored"])
+@pytest.mark.parametrize("gate", [False, True], ids=["observe", "certified"])
+def test_outliers_beside_the_codes_are_exact_and_tighten_the_rest(reads: str, gate: bool) -> None:
+    """Bypassed channels cost 16 bit each and leave the scales of the others alone."""
+    found = {}
+    for name, params in (("int8_dither", {}), ("int8_dither_bypass", {"pairs": 2})):
+        chosen = {"kind": "certified", "block_size": 4, "tau": 0.05, "target": "tv"} if gate else {"kind": "observe"}
+        engine = Engine(
+            name, torch.bfloat16, storage="packed", params=params, prefill_reads=reads, outliers=OUTLIERS, gate=chosen
+        )
+        engine.step([7, 31], ForwardMode.EXTEND)
+        engine.step([5, 2], ForwardMode.EXTEND)
+        step, queries, outputs = engine.step([1, 1], ForwardMode.DECODE)
+        for layer in range(LAYERS):
+            cells = step.layers[layer]
+            for i, count in enumerate(engine.lens):
+                q = queries[layer][i].bfloat16().float()
+                k, v = engine.stored(layer, i, count)
+                out, compressed = attention(q, k, v)
+                exact_k, exact_v = (engine.exact[layer][kind][i, :count] for kind in "kv")
+                exact_out, exact = attention(q, exact_k, exact_v)
+                assert torch.allclose(outputs[layer][i].double(), out, atol=2e-2)
+                assert ((exact - compressed).abs().sum(-1) / 2 <= cells.meter[i]).all()
+                assert ((exact_out - out).norm(dim=-1) <= cells.out_bound[i]).all()
+                assert (cells.tv_audit[i] <= cells.meter[i]).all()
+                if params:
+                    assert torch.equal(k[..., list(OUTLIERS)], exact_k[..., list(OUTLIERS)])
+        worst = max(float(cells.meter.max()) for cells in step.layers.values())
+        found[name] = worst, engine.runtime.cache.cache.nbytes, sum(v.repaired_bytes for v in step.verdicts)
+    if gate:
+        assert found["int8_dither_bypass"][2] < found["int8_dither"][2]
+    else:
+        assert found["int8_dither_bypass"][0] < 0.5 * found["int8_dither"][0]
+    width = 2 * (D + 2 * 2)
+    slots = LAYERS * HKV * (SLOTS + 1)
+    assert [size for _, size, _ in found.values()] == [slots * width, slots * (width + 2 * 2 * 2)]
+
+
+def test_an_outlier_that_is_no_number_makes_its_token_unknown() -> None:
+    engine = Engine("int8_dither_bypass", torch.bfloat16, storage="packed", outliers=OUTLIERS)
+    engine.step([7, 31], ForwardMode.EXTEND)
+    cache = engine.runtime.cache.cache
+    slots = engine.requests.req_to_token[engine.rows[0], :1].long()
+    keys, values = (torch.randn(1, HKV, D).bfloat16() for _ in range(2))
+    keys[0, 1, int(cache[0].channels[1, 0])] = float("inf")
+    k, v = engine.runtime.encoder.encode(0, slots, torch.tensor([0]), cache.to_encode(0, keys), values)
+    cache.write(0, slots, keys, values, k.codes, v.codes)
+    q = torch.randn(HQ, D, dtype=torch.float64)
+    radius = cache[0].key_radius(q, slots, 1.0, 0.0)[:, 0]
+    assert radius[: HQ // 2].isfinite().all()
+    assert radius[HQ // 2 :].isinf().all()
 
 
 def test_a_packed_chunk_reads_itself_exactly() -> None:

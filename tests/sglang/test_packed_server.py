@@ -119,3 +119,24 @@ def test_a_gate_over_the_packed_pool(twin: Path, tmp_path: Path) -> None:
         assert gate["bytes"] <= 4 * 2 * 2 * 64 * 4 * (192 + 16)  # layers, KV heads, K and V, channels, fp32, tokens
     assert warm["cached_tokens"] == again["cached_tokens"] > 100
     assert again["witcert"]["gate"]["bytes"] < warm["witcert"]["gate"]["bytes"]  # what was restored stays so
+
+
+def test_outliers_in_sixteen_bit_certify_the_twin(twin: Path, tmp_path: Path) -> None:
+    """The twin's outlier pairs stay out of the scales, and nearly every cell is certified as on the original."""
+    policy = write_policy(
+        tmp_path / "policy.yaml",
+        quantizer={"name": "int8_dither_bypass", "storage": "packed", "params": {"pairs": 2}},
+        meter={"stride": 1, "audit_every": 1, "max_rows": 2},
+        prefill_reads="stored",
+    )
+    options = ["--dtype", "bfloat16", "--chunked-prefill-size", "128"]
+    with running_server(twin, policy=policy, log=tmp_path / "log", options=options) as server:
+        asked = ask_many(server, samples_of_each_task(2, num_tokens=256))
+        with server.client() as client:
+            status = client.get("/witcert/status").json()
+    assert sum(a.right for a in asked) >= len(asked) - 1
+    summaries = [a.summary for a in asked if a.summary is not None]
+    measured = sum(s["cells_measured"] for s in summaries)
+    assert sum(s["certified_cells"] for s in summaries) >= 0.9 * measured > 0
+    assert sum(s["audit"]["violations"] for s in summaries) == 0
+    assert status["bytes_packed_pool"] == 4 * 2 * (8192 + 1) * (2 * (64 + 4) + 2 * 2 * 2)

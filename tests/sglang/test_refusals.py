@@ -21,6 +21,7 @@ from witcert_demo.servers import server_environment
 from witcert_sglang import support
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.quantizers import REGISTRY
 
 pytestmark = pytest.mark.sglang
 NONE = {"quantizer": {"name": "none"}}
@@ -200,6 +201,16 @@ def test_packed_storage_where_nothing_reads_codes() -> None:
         support.check_storage("packed", SimpleNamespace(device="cuda", kv_cache_dtype="auto"))
     with pytest.raises(UnsupportedError, match="bf16"):
         support.check_storage("packed", SimpleNamespace(device="cpu", kv_cache_dtype="bf16"))
+
+
+def test_outliers_in_sixteen_bit_need_a_model_of_it() -> None:
+    bypass = REGISTRY.get("int8_dither_bypass", {"pairs": 8})
+    support.check_bypass(bypass, SimpleNamespace(dtype=torch.bfloat16, head_dim=16))
+    support.check_bypass(REGISTRY.get("int8_dither"), SimpleNamespace(dtype=torch.float32, head_dim=16))
+    with pytest.raises(UnsupportedError, match="bfloat16"):
+        support.check_bypass(bypass, SimpleNamespace(dtype=torch.float32, head_dim=64))
+    with pytest.raises(UnsupportedError, match="8 channel pairs"):
+        support.check_bypass(bypass, SimpleNamespace(dtype=torch.float16, head_dim=8))
 
 
 def model_config(**changes: object) -> SimpleNamespace:

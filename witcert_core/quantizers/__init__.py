@@ -12,7 +12,7 @@ from witcert_core.quantizers.base import (
 from witcert_core.quantizers.cast import Float8E4M3Cast, Float8E5M2Cast, NoQuantizer
 from witcert_core.quantizers.engine import EngineCache
 from witcert_core.quantizers.function import quantizer
-from witcert_core.quantizers.int8_dither import Int8Dither, Int8DitherWitness
+from witcert_core.quantizers.int8_dither import Int8Dither, Int8DitherBypass, Int8DitherWitness
 from witcert_core.quantizers.registry import REGISTRY, QuantizerRegistry
 from witcert_core.quantizers.token_group import Int2TokenGroup, Int4TokenGroup, Int8TokenGroup
 
@@ -26,6 +26,7 @@ for _builtin in (
     Int2TokenGroup,
     Int8Dither,
     Int8DitherWitness,
+    Int8DitherBypass,
 ):
     REGISTRY.register(_builtin)
 

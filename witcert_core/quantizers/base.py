@@ -66,6 +66,11 @@ class Quantizer(ABC):
     stored_witness: ClassVar[bool] = False
 
     @property
+    def bypass_pairs(self) -> int:
+        """Channel pairs of K that a packed cache keeps in 16 bit, out of the codes."""
+        return 0
+
+    @property
     def recent_tokens(self) -> int:
         """Newest tokens of a request that stay exact, beside those of its open group."""
         return 0

@@ -35,7 +35,8 @@ class Int8Dither(DitheredQuantizer):
         return Encoded(codes, scales, dequantize_int8(codes, scales, u))
 
     def bytes_per_token_head(self, head_dim: int) -> float:
-        return float(KVLayout(head_dim, stored_witness=self.stored_witness).bytes_per_token_head)
+        layout = KVLayout(head_dim, stored_witness=self.stored_witness, bypass_pairs=self.bypass_pairs)
+        return float(layout.bytes_per_token_head)
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,23 @@ class Int8DitherWitness(Int8Dither):
 
     name: ClassVar[str] = "int8_dither_w"
     stored_witness: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Int8DitherBypass(Int8Dither):
+    """int8_dither whose outlier channels stay in 16 bit and out of the scales; packed storage only.
+
+    pairs: channel pairs of K of each layer and head, those that are largest in the first keys written. 288 bytes of K
+    and V at head_dim 128 with 4 pairs.
+    """
+
+    name: ClassVar[str] = "int8_dither_bypass"
+    pairs: int = 4
+
+    def __post_init__(self) -> None:
+        if self.pairs < 1:
+            raise QuantizerError(f"quantizer {self.name!r}: pairs is {self.pairs}; expected >= 1")
+
+    @property
+    def bypass_pairs(self) -> int:
+        return self.pairs

@@ -34,7 +34,13 @@ class PackedStorage:
         self.geometry = geometry
         self.encoder = encoder
         self.metered_layers = frozenset(policy.meter.layers_of(geometry.layers))
-        self.cache = PackedCache(layers, encoder.row_ids, encoder.dither_key, geometry.kv_head_ids)
+        self.cache = PackedCache(layers, encoder.row_ids, encoder.dither_key, geometry.kv_head_ids, geometry.rotary)
+        pairs = encoder.quantizer.bypass_pairs
+        if pairs and any(layer.k_bypass is None for layer in layers.values()):
+            raise UnsupportedError(
+                f"quantizer {encoder.quantizer.name!r} keeps {pairs} channel pairs in 16 bit, for which the pool of "
+                f"{geometry.backend} has no room; name a quantizer without bypass"
+            )
         self.repaired: RepairedCache | None = None
         self.repairer: BlockRepairer | None = None
         if policy.repairs:
@@ -96,7 +102,8 @@ class PackedStorage:
                 f"layer {call.layer} uses a logit cap, a sliding window or sinks: the packed cache "
                 "attends to all tokens plainly; set quantizer.storage to 'simulated'"
             )
-        k, v = self.encoder.encode(call.layer, call.slots, call.positions, call.exact_k, call.exact_v)
+        coded_k = self.cache.to_encode(call.layer, call.exact_k)
+        k, v = self.encoder.encode(call.layer, call.slots, call.positions, coded_k, call.exact_v)
         if call.layer in self.exact_k:
             self.exact_k[call.layer][call.slots] = call.exact_k
         early, late = call.early, ~call.early

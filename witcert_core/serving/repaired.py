@@ -129,7 +129,12 @@ class RepairedLayer:
 
     def _codes(self) -> PackedLayer:
         packed, heads = self.owner.cache[self.layer], self.heads
-        witness = None if packed.k_witness is None else packed.k_witness[:, heads]
         return PackedLayer(
-            packed.k[:, heads], packed.v[:, heads], packed.k_scale[:, heads], packed.v_scale[:, heads], witness
+            packed.k[:, heads],
+            packed.v[:, heads],
+            packed.k_scale[:, heads],
+            packed.v_scale[:, heads],
+            None if packed.k_witness is None else packed.k_witness[:, heads],
+            None if packed.k_bypass is None else packed.k_bypass[:, heads],
+            None if packed.channels is None else packed.channels[heads],
         )

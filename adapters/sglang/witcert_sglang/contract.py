@@ -103,6 +103,7 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Signature(f"{_POOL}.MHATokenToKVPool.set_kv_buffer", ("self", "layer", "loc_info", "cache_k", "cache_v")),
     Signature(f"{_POOL}.KVWriteLoc", ("loc", "swa_loc")),
     Members(f"{_POOL}.ReqToTokenPool", ("req_to_token",)),
+    Members(f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator", ("model_dtype",)),
     Signature(f"{_QUANT}.create_buffers", ("self", "size", "head_num", "head_dim", "layer_num", "device")),
     Signature(f"{_QUANT}.compute_cell_size", ("self", "head_num", "head_dim", "num_layers", "kv_size")),
     Members(_QUANT, ("needs_plain_kv_dequant_read", "quantize_and_store", "dequantize_prev_kv")),

@@ -23,7 +23,7 @@ def local_kv_heads(kvc: Any) -> int:
 
 def packed_layout(quantizer: Quantizer, head_dim: int) -> KVLayout:
     """The bytes of a token and KV head in the packed pool: 272 at head_dim 128."""
-    return KVLayout(head_dim, stored_witness=quantizer.stored_witness)
+    return KVLayout(head_dim, stored_witness=quantizer.stored_witness, bypass_pairs=quantizer.bypass_pairs)
 
 
 def packed_bytes_per_token(quantizer: Quantizer, kvc: Any, num_layers: int) -> int:

@@ -22,9 +22,12 @@ class PackedMethod(KVCacheQuantMethodBase):
 
     name = "witcert_packed"
 
-    def __init__(self, stored_witness: bool) -> None:
+    def __init__(self, stored_witness: bool, bypass_pairs: int = 0, model_dtype: torch.dtype = torch.bfloat16) -> None:
         self.stored_witness = stored_witness
+        self.bypass_pairs = bypass_pairs
+        self.model_dtype = model_dtype
         self.k_witness_buffer: list[Tensor] = []
+        self.k_bypass_buffer: list[Tensor] = []
 
     def create_buffers(self, size: int, head_num: int, head_dim: int, layer_num: int, device: str) -> dict[str, Any]:
         groups = -(-head_dim // 32)
@@ -35,6 +38,8 @@ class PackedMethod(KVCacheQuantMethodBase):
 
         if self.stored_witness:
             self.k_witness_buffer = buffers(groups, 255, torch.uint8)
+        if self.bypass_pairs:
+            self.k_bypass_buffer = buffers(2 * self.bypass_pairs, 0, self.model_dtype)
         return {
             "k_buffer": [
                 torch.zeros(size, head_num, head_dim, dtype=torch.int8, device=device) for _ in range(layer_num)
@@ -53,7 +58,8 @@ class PackedMethod(KVCacheQuantMethodBase):
         return False
 
     def compute_cell_size(self, head_num: int, head_dim: int, num_layers: int, kv_size: int) -> int:
-        return KVLayout(head_dim, stored_witness=self.stored_witness).bytes_per_token_head * head_num * num_layers
+        layout = KVLayout(head_dim, stored_witness=self.stored_witness, bypass_pairs=self.bypass_pairs)
+        return layout.bytes_per_token_head * head_num * num_layers
 
     def quantize_and_store(self, *_args: Any, **_kwargs: Any) -> None:
         raise NotImplementedError(
@@ -67,9 +73,15 @@ class PackedMethod(KVCacheQuantMethodBase):
 def packed_layers(pool: Any) -> dict[int, PackedLayer]:
     """The pool's buffers by global layer id."""
     witnesses = pool.quant_method.k_witness_buffer or [None] * pool.layer_num
+    outliers = pool.quant_method.k_bypass_buffer or [None] * pool.layer_num
     return {
         pool.start_layer + i: PackedLayer(
-            pool.k_buffer[i], pool.v_buffer[i], pool.k_scale_buffer[i], pool.v_scale_buffer[i], witnesses[i]
+            pool.k_buffer[i],
+            pool.v_buffer[i],
+            pool.k_scale_buffer[i],
+            pool.v_scale_buffer[i],
+            witnesses[i],
+            outliers[i],
         )
         for i in range(pool.layer_num)
     }
@@ -86,7 +98,7 @@ def around_configure_dtype(_original: Callable[..., Any], *_args: Any, **_kwargs
 def around_build_method(quantizer: Quantizer) -> Callable[..., PackedMethod]:
     """The hook that gives the pool its method."""
 
-    def around_build(_original: Callable[..., Any], _configurator: Any, **_kwargs: Any) -> PackedMethod:
-        return PackedMethod(quantizer.stored_witness)
+    def around_build(_original: Callable[..., Any], configurator: Any, **_kwargs: Any) -> PackedMethod:
+        return PackedMethod(quantizer.stored_witness, quantizer.bypass_pairs, configurator.model_dtype)
 
     return around_build

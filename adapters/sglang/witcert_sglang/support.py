@@ -157,6 +157,20 @@ def check_storage(storage: str, args: Any) -> None:
         )
 
 
+def check_bypass(quantizer: Quantizer, config: Any) -> None:
+    """Raise UnsupportedError for outliers in 16 bit under a model that has more, or more pairs than there are."""
+    name, pairs = quantizer.name, quantizer.bypass_pairs
+    if pairs and config.dtype == torch.float32:
+        raise UnsupportedError(
+            f"quantizer.name: {name} keeps outlier channels in 16 bit, but the model is float32; use --dtype bfloat16"
+        )
+    if pairs > config.head_dim // 2:
+        raise UnsupportedError(
+            f"quantizer.params: {name} bypasses {pairs} channel pairs; a head of {config.head_dim} channels has "
+            f"{config.head_dim // 2}"
+        )
+
+
 def check_port(host: str, port: int) -> None:
     """Raise UnsupportedError when `port` is taken, before a model is loaded for nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
