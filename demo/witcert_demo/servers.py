@@ -82,6 +82,8 @@ def server_environment(policy: Path | None) -> dict[str, str]:
     """The environment of a CPU server; WITCERT_POLICY is set only for a metered one."""
     env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     env.setdefault("OMP_NUM_THREADS", "1")
+    # Dumps of a GPU's state, for which SGLang would wait 5 seconds whenever it stops and a minute when it fails.
+    env |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     env.pop("WITCERT_POLICY", None)
     if policy is not None:
         env["WITCERT_POLICY"] = str(policy)
