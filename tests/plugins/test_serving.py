@@ -15,6 +15,7 @@ QUANTIZERS: dict[str, dict[str, Any]] = {
     "kivi": {"residual": 32},
     "kvquant": {"calibration_tokens": 16, "bits": 3},
     "fp8_calibrated": {"calibration_tokens": 16},
+    "skvq": {"bits": 4, "calibration_tokens": 16, "window": 4},
     "rotated": {"bits": 3},
     "nvfp4": {},
 }
@@ -34,8 +35,8 @@ def test_bounds_hold_while_tokens_are_closed(name: str, reads: str, dtype: torch
     for new in ({a: 14, b: 31}, {a: 1, b: 1}, {a: 25, b: 1}, {a: 1, b: 3}, {a: 1, b: 1}):
         step = engine.step(new)
         assert all((cells.tv_audit.nan_to_num(0) <= cells.meter).all() for cells in step.layers.values())
-    assert len(engine.changed(a)) > 30
-    assert len(engine.changed(b)) > 30
+    assert len(engine.changed(a)) > 25
+    assert len(engine.changed(b)) > 25
     meters = torch.cat([cells.meter.flatten() for cells in step.layers.values()])
     assert (meters > 0).all()
     assert meters.min() < 0.99  # a bound that is always 1 would hold as well
@@ -48,6 +49,7 @@ def test_bounds_hold_while_tokens_are_closed(name: str, reads: str, dtype: torch
         ("kivi", {"residual": 64}, {32: 0, 63: 0, 64: 32, 96: 64}),
         ("fp8_calibrated", {}, {15: 0, 16: 16, 17: 17, 40: 40}),
         ("kvquant", {"sink_tokens": 0}, {15: 0, 16: 16, 17: 17}),
+        ("skvq", {"sink_tokens": 0}, {15: 0, 16: 12, 17: 13, 40: 36}),
         ("nvfp4", {}, {1: 1, 7: 7}),
     ],
 )
@@ -64,7 +66,7 @@ def test_tokens_are_exact_until_they_are_due(name: str, params: dict[str, int], 
     assert engine.changed(a) == list(range(count))
 
 
-@pytest.mark.parametrize("name", ["kivi", "fp8_calibrated", "kvquant"])
+@pytest.mark.parametrize("name", ["kivi", "fp8_calibrated", "kvquant", "skvq"])
 def test_however_a_prompt_is_cut_the_same_is_stored(name: str) -> None:
     caches = []
     for chunks in ([70], [13, 47, 10], [32, 7, 1, 1, 29], [31, 1, 32, 6]):

@@ -64,11 +64,11 @@ class KVQuant(CodedQuantizer, CalibratedQuantizer):
         if kind == "k":
             low, high = x.amin(0), x.amax(0)
             centre, half = middle(low, high)
-            normal, _ = self._split((x - centre) / half)
+            normal, _ = self._split((x - centre) / divisor(half))
             return torch.cat([centre, half, self._fit(normal)], -1)
         normal, _ = self._split(x)
         centre, half = middle(normal.nan_to_num(math.inf).amin(-1), normal.nan_to_num(-math.inf).amax(-1))
-        return self._fit((normal - centre[..., None]) / half[..., None])
+        return self._fit((normal - centre[..., None]) / divisor(half)[..., None])
 
     def _fit(self, normal: Tensor) -> Tensor:
         """Levels [H, 2^bits] for samples [N, H, D], in which the outliers are NaN."""
@@ -83,7 +83,7 @@ class KVQuant(CodedQuantizer, CalibratedQuantizer):
         parts: dict[str, Part] = {}
         if kind == "k":
             centre, half, levels = state[..., :dim], state[..., dim : 2 * dim], state[..., 2 * dim :]
-            normal, index = self._split((x - centre) / half)
+            normal, index = self._split((x - centre) / divisor(half))
             stretch = normal.abs().nan_to_num(0.0).amax(-1, keepdim=True).clamp(1.0, _FP16_MAX).half()
             parts["stretch"] = Part(stretch, 16)
             normal = normal / stretch.float()
@@ -93,7 +93,7 @@ class KVQuant(CodedQuantizer, CalibratedQuantizer):
             low, high = rest.nan_to_num(math.inf).amin(-1), rest.nan_to_num(-math.inf).amax(-1)
             centre, half = (t.clamp(-_FP16_MAX, _FP16_MAX).half() for t in middle(low, high))
             parts |= {"centre": Part(centre[..., None], 16), "half": Part(half[..., None], 16)}
-            normal = (rest - centre.float()[..., None]) / half.float()[..., None]
+            normal = (rest - centre.float()[..., None]) / divisor(half.float())[..., None]
         edges = ((levels[..., 1:] + levels[..., :-1]) / 2).contiguous()
         codes = torch.searchsorted(edges, normal.nan_to_num(0.0).contiguous())
         kept = x.gather(-1, index).clamp(-_FP16_MAX, _FP16_MAX).half()
@@ -137,9 +137,13 @@ class KVQuant(CodedQuantizer, CalibratedQuantizer):
 
 
 def middle(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Centre and half width of a range; half width 1 where the range is a point."""
-    centre, half = low / 2 + high / 2, high / 2 - low / 2
-    return centre, torch.where(half == 0, 1.0, half)
+    """Centre and half width of a range."""
+    return low / 2 + high / 2, high / 2 - low / 2
+
+
+def divisor(half: Tensor) -> Tensor:
+    """1 where a range is a point: whatever the code, its value is then the centre."""
+    return torch.where(half == 0, 1.0, half)
 
 
 def index_bits(dim: int) -> int:

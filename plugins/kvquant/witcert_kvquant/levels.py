@@ -18,7 +18,7 @@ def fit_levels(samples: Tensor, count: int) -> Tensor:
     ordered = samples.to(torch.float64).sort(-1).values  # NaN last
     sizes = (~ordered.isnan()).sum(-1, keepdim=True)
     total = torch.nn.functional.pad(ordered.nan_to_num(0.0).cumsum(-1), (1, 0))
-    quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    quantiles = (torch.arange(count, dtype=torch.float64, device=samples.device) + 0.5) / count
     start = (quantiles * (sizes - 1).clamp(min=0)).round().long()
     levels = ordered.gather(-1, start)
     for _ in range(MAX_ROUNDS):
