@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from witcert_core.evaluate.settings import MODES, parse_mode, parse_quantizer
 
+if TYPE_CHECKING:
+    from witcert_core.evaluate.analyses import Inputs
+
 PIPE_WIDTH = 220
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate quantizers on a model, offline or in a running server.")
 
 Model = Annotated[str | None, typer.Option(help="Checkpoint directory or hub id; runs on the CPU with transformers.")]
+RequiredModel = Annotated[str, typer.Option(help="Checkpoint directory or hub id; runs on the CPU with transformers.")]
+Lengths = Annotated[str, typer.Option(help="Comma-separated prompt lengths in tokens.")]
 Quantizers = Annotated[
     str, typer.Option(help="Comma-separated names, parameters after a colon: int4_token_group:group_size=64.")
 ]
@@ -101,3 +106,77 @@ def parse_length(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise typer.BadParameter(f"{text!r} is no number of tokens")
     return int(text)
+
+
+@app.command()
+def coverage(
+    model: RequiredModel,
+    quantizers: Quantizers,
+    out: Out,
+    tasks: Tasks = "",
+    lengths: Lengths = "1024",
+    samples: Samples = 8,
+    deltas: Annotated[str, typer.Option(help="Failure probabilities of a request, for dithered quantizers.")] = "",
+    source: Source = "auto",
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    plot: Plot = True,
+) -> None:
+    """Share of cells that each form of the bound certifies on the same radii, over tau and delta, by layer and head."""
+    from witcert_core.evaluate import analyses
+    from witcert_core.evaluate.coverage import DELTAS
+
+    specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
+    chosen = [parse_probability(text) for text in split(deltas)] or list(DELTAS)
+    analyses.prepare(out, plot=plot)
+    inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed)
+    found = analyses.analyse_coverage(inputs, specs, chosen, console())
+    analyses.write_coverage(found, out, console(), plot=plot)
+
+
+@app.command()
+def trust(
+    model: RequiredModel,
+    quantizers: Quantizers,
+    out: Out,
+    tasks: Tasks = "",
+    lengths: Lengths = "1024",
+    samples: Samples = 8,
+    source: Source = "auto",
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    plot: Plot = True,
+) -> None:
+    """How loose the bound is against the true TV, and how well its ranking finds the answers that are lost."""
+    from witcert_core.evaluate import analyses
+
+    specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
+    analyses.prepare(out, plot=plot)
+    inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed)
+    analyses.write_trust(analyses.analyse_trust(inputs, specs, console()), out, console(), plot=plot)
+
+
+def open_inputs(model: str, dtype: str, source: str, tasks: str, lengths: str, samples: int, seed: int) -> Inputs:
+    """The model and its samples, from what was written on the command line."""
+    from witcert_core.evaluate.analyses import open_inputs as opened
+
+    return opened(
+        model,
+        dtype=dtype,
+        source=source,
+        tasks=split(tasks),
+        lengths=[parse_length(text) for text in split(lengths)],
+        count=samples,
+        seed=seed,
+    )
+
+
+def parse_probability(text: str) -> float:
+    """A number between 0 and 1, neither included."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise typer.BadParameter(f"{text!r} is no probability between 0 and 1")
+    return value

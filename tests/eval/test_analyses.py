@@ -1,0 +1,199 @@
+"""Coverage, calibration and the sweep of layers: against the ledger of the same run, and on made-up cells."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+from witcert_demo.task_source import NEEDLES
+
+from witcert_core.cli import main
+from witcert_core.evaluate import coverage, sweep, trust
+from witcert_core.evaluate.cells import FORMS, METER, WITNESS, CellTable, FormProbe
+from witcert_core.evaluate.forcing import Forced, collect, force, forced_samples, hasty_policy, measuring_policy, room
+from witcert_core.evaluate.offline.engine import OfflineEngine
+from witcert_core.evaluate.offline.model import LoadedModel
+from witcert_core.evaluate.plots import plot_lines
+from witcert_core.evaluate.settings import parse_quantizer
+
+TASKS = ("multi_key", "multi_query")
+OPTIONS = {"resamples": 200, "seed": 0}
+
+
+def samples_of(loaded: LoadedModel, count: int = 1):
+    return forced_samples(loaded, NEEDLES, TASKS, [128], count, 3)
+
+
+@pytest.mark.parametrize("name", ["int8_dither", "int4_token_group"])
+def test_the_cells_are_those_of_the_ledger(original: LoadedModel, name: str):
+    spec, samples = parse_quantizer(name), samples_of(original)
+    size = room(samples)
+    probe = FormProbe(original.geometry(size), (0.01, WITNESS) if name == "int8_dither" else (WITNESS,))
+    engine = OfflineEngine(original, measuring_policy(spec), size, probe)
+    summaries = [engine.force(f"r{i}", s.prompt, s.answer)[1] for i, s in enumerate(samples)]
+    table = probe.table()
+    delta = probe.deltas[0]
+    assert len(table) == sum(s["cells_measured"] for s in summaries) == sum(s["audit"]["cells"] for s in summaries)
+    assert float(table.bounds[delta][METER].max()) == pytest.approx(max(s["worst"]["meter"] for s in summaries))
+    certified = int((table.bounds[delta][METER] <= 0.2).sum())
+    assert certified == sum(s["certified_cells"] for s in summaries)
+    assert float(table.tv.max()) == pytest.approx(max(s["audit"]["tv_max"] for s in summaries))
+    assert float(table.log_a.max()) == pytest.approx(max(s["log_a_max"] for s in summaries))
+    if name == "int8_dither":
+        assert int((table.bounds[WITNESS][METER] <= 0.2).sum()) == sum(
+            s["tier_w_beside"]["certified_cells"] for s in summaries
+        )
+
+
+@pytest.fixture(scope="module")
+def collected(original: LoadedModel) -> tuple[CellTable, list[Forced]]:
+    return collect(original, parse_quantizer("int8_dither_w"), samples_of(original), (1e-1, 1e-6))
+
+
+def test_no_form_is_below_the_truth_and_the_meter_is_its_smallest(collected):
+    table, outcomes = collected
+    for delta, bounds in table.bounds.items():
+        assert set(bounds) == set(FORMS)
+        smallest = torch.stack([bounds[f] for f in ("tanh", "jensen", "needle")]).amin(0).clamp(max=1.0)
+        assert torch.equal(bounds[METER], smallest)
+        if delta == WITNESS:
+            assert all(bool((table.tv <= bound).all()) for bound in bounds.values())
+    assert bool((table.bounds[1e-6][METER] >= table.bounds[1e-1][METER]).all())
+    assert bool((table.bounds[WITNESS][METER] < table.bounds[WITNESS]["eform"]).any())
+    assert all(outcome.right and 0 < outcome.nll < 0.5 for outcome in outcomes)
+
+
+def test_coverage_adds_up(collected):
+    table, _ = collected
+    found = coverage.coverage_of(table, 4, 4)
+    json.dumps(found, allow_nan=False)
+    at = coverage.TAUS.index(coverage.TAU)
+    assert at < 45
+    for tier, forms in found["by_tau"].items():
+        for form, shares in forms.items():
+            assert shares == sorted(shares)
+            assert shares[at] == found["at_tau"][tier][form]
+            grid = torch.tensor(found["by_layer_head"][tier][form])
+            assert grid.shape == (4, 4)
+            assert float(grid.mean()) == pytest.approx(shares[at])  # every layer and head has as many cells
+    assert found["at_tau"]["1e-06"][METER] <= found["at_tau"]["0.1"][METER]
+    assert found["over_extremal"]["witness"]["extremal"] == {"median": 1.0, "q95": 1.0}
+    assert found["over_extremal"]["witness"]["eform"]["median"] > 1.0
+    assert all(count == 0 for count in found["violations"]["witness"].values())
+
+
+def made_up(tv: list[float], meter: list[float], log_a: list[float], sample: list[int]) -> CellTable:
+    bound = torch.tensor(meter, dtype=torch.float64)
+    zeros = torch.zeros(len(tv), dtype=torch.int64)
+    return CellTable(
+        deltas=(WITNESS,),
+        sample=torch.tensor(sample),
+        layer=zeros,
+        head=zeros,
+        tv=torch.tensor(tv, dtype=torch.float64),
+        log_a=torch.tensor(log_a, dtype=torch.float64),
+        bounds={WITNESS: dict.fromkeys(FORMS, bound)},
+    )
+
+
+def outcome(right: bool, nll: float = 0.1) -> Forced:
+    return Forced(nll, right, torch.log_softmax(torch.tensor([[0.0, 1.0 if right else -1.0]]).double(), -1))
+
+
+def test_trust_of_made_up_cells():
+    table = made_up(
+        tv=[0.0, 0.02, 0.04, 0.5, 0.3, 0.1],
+        meter=[0.1, 0.2, 0.12, 1.0, 0.9, 0.05],
+        log_a=[0.0, 1.0, float("inf"), 2.0, 3.0, 0.5],
+        sample=[0, 0, 1, 1, 2, 3],
+    )
+    exact = [outcome(True)] * 3 + [outcome(False)]
+    found = trust.trust_of(table, [outcome(True), outcome(False), outcome(False), outcome(False)], exact, OPTIONS)
+    json.dumps(found, allow_nan=False)
+    assert found["violations"] == 1
+    assert found["lost"] == 2  # what the exact cache answers wrongly is not lost
+    assert found["verdicts"] == {
+        "tau": 0.2,
+        "harmless": 4,
+        "harmless_certified": 4,
+        "damaged": 2,
+        "damaged_certified": 0,
+    }
+    assert found["ranking"]["log_a_max"]["value"] == 1.0
+    assert trust.ranking_scores(table, 4)["uncertified_share"] == [0.0, 0.5, 1.0, 0.0]
+    (row,) = [row for row in found["looseness"] if row["tv_above"] == 0.01]
+    assert row["cells"] == 2
+    assert row["ratio"][1] == pytest.approx((0.2 / 0.02 + 0.12 / 0.04) / 2)
+    assert sum(row["cells"] for row in found["looseness"]) == 6
+    assert len(trust.trust_rows({"q": found})[0]) == len(trust.TRUST_COLUMNS)
+
+
+def test_layers_are_contaminated_one_by_one_and_together(twin: LoadedModel):
+    assert [s.name for s in sweep.settings(4)] == [
+        "layer 0 only",
+        "layer 1 only",
+        "layer 2 only",
+        "layer 3 only",
+        "all",
+        "layers 0-1",
+        "layers 0-2",
+    ]
+    samples = samples_of(twin)
+    found = sweep.sweep(twin, parse_quantizer("fp8_e4m3_cast"), samples, OPTIONS)
+    rows = {row["setting"]: row for row in found["rows"]}
+    assert found["exact_right"] == len(samples) == 2
+    assert rows["all"]["lost"]["value"] == 1.0
+    assert rows["all"]["nll_increase"]["value"] > 1.0
+    alone = [rows[f"layer {i} only"]["kl"]["value"] for i in range(4)]
+    assert all(kl > 0 for kl in alone)
+    together = rows["all"]["kl"]["value"]
+    assert found["cancellation"]["kl"] == {"sum_of_single": pytest.approx(sum(alone)), "all": together}
+    assert len(sweep.sweep_rows(found)) == 7
+
+
+def test_an_untouched_layer_changes_nothing(twin: LoadedModel):
+    (sample, *_), spec = samples_of(twin), parse_quantizer("int4_token_group")
+    size = len(sample.prompt) + len(sample.answer)
+    exact, part, whole = (
+        force(OfflineEngine(twin, hasty_policy(spec, layers), size), sample, "r") for layers in ((), (3,), None)
+    )
+    assert sweep.divergence(exact, exact) == 0.0
+    assert 0 < sweep.divergence(exact, part) < sweep.divergence(exact, whole)
+
+
+@pytest.fixture(scope="module")
+def written(twin_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("analyses")
+    options = ["--model", str(twin_path), "--quantizers", "int8_dither", "--lengths", "64", "--samples", "1"]
+    options += ["--tasks", "multi_key", "--out", str(out)]
+    for command in (["eval", "coverage", "--deltas", "0.01,0.001"], ["eval", "trust"], ["sweep", "layers"]):
+        assert main([*command, *options]) == 0
+    return out
+
+
+def test_the_commands_write_json_tables_and_figures(written: Path):
+    for name, schema in (("coverage", coverage.SCHEMA), ("trust", trust.SCHEMA), ("layers", sweep.SCHEMA)):
+        found = json.loads((written / f"{name}.json").read_text())
+        assert found["schema"] == schema
+        assert found["about"]["tasks"] == ["multi_key"]
+        assert list(found["quantizers"]) == ["int8_dither"]
+        assert (written / f"{name}.md").read_text().startswith("| KV cache | ")
+    for name in ("coverage", "coverage_delta", "coverage_heads", "trust", "layers"):
+        assert ET.parse(written / f"{name}.svg").getroot().tag.endswith("svg")
+
+
+def test_a_figure_has_the_same_bytes_every_time(tmp_path: Path):
+    panels = [("title", {"eform": ([0.0, 1.0], [0.0, 2.0]), METER: ([0.0, 1.0], [1.0, 2.0])})]
+    for name in ("a.svg", "b.svg"):
+        plot_lines(tmp_path / name, panels, x_label="x", y_label="y")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize("text", ["0", "1", "x", "nan"])
+def test_a_delta_is_a_probability(text, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["eval", "coverage", "--model", "x", "--quantizers", "none", "--out", str(tmp_path), "--deltas", text]
+    assert main(command) == 2
+    assert "no probability" in capsys.readouterr().err

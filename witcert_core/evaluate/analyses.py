@@ -1,0 +1,133 @@
+"""The analyses of one model: coverage of the bounds, calibration, layers. Each writes JSON, a table and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from witcert_core.evaluate import coverage, sweep, trust
+from witcert_core.evaluate.campaign import progress_bar
+from witcert_core.evaluate.extras import require
+from witcert_core.evaluate.forcing import ForcedSample, collect, force, forced_samples, hasty_policy, room
+from witcert_core.evaluate.offline.engine import OfflineEngine
+from witcert_core.evaluate.offline.model import LoadedModel, load_model
+from witcert_core.evaluate.records import write_json
+from witcert_core.evaluate.settings import QuantizerSpec
+from witcert_core.evaluate.stats import RESAMPLES
+from witcert_core.evaluate.tables import markdown_table, rich_table
+from witcert_core.evaluate.tasks import choose_source, choose_tasks
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A loaded model and the samples whose answers are fed in."""
+
+    loaded: LoadedModel
+    samples: Sequence[ForcedSample]
+    about: Mapping[str, Any]
+    seed: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of the bootstrap."""
+        return {"resamples": RESAMPLES, "seed": self.seed}
+
+
+def open_inputs(
+    model: str, *, dtype: str, source: str, tasks: Sequence[str], lengths: Sequence[int], count: int, seed: int
+) -> Inputs:
+    """Load the model and make its samples."""
+    loaded = load_model(model, dtype)
+    chosen = choose_source(source, loaded.tokenizer)
+    names = choose_tasks(chosen, tasks)
+    samples = forced_samples(loaded, chosen, names, lengths, count, seed)
+    about = {"model": loaded.name, "source": chosen.name, "tasks": list(names), "lengths": list(lengths)}
+    return Inputs(loaded, samples, {**about, "samples": count, "seed": seed}, seed)
+
+
+def analyse_coverage(
+    inputs: Inputs, specs: Sequence[QuantizerSpec], deltas: Sequence[float], console: Console
+) -> dict[str, Any]:
+    """Coverage of every form, by quantizer (schema witcert.coverage/1)."""
+    geometry = inputs.loaded.geometry(1)
+    results = {}
+    with progress_bar(console) as progress:
+        bar = progress.add_task("coverage", total=len(specs))
+        for spec in specs:
+            table, _ = collect(inputs.loaded, spec, inputs.samples, deltas)
+            results[spec.label] = coverage.coverage_of(table, len(geometry.layers), geometry.total_qo_heads)
+            progress.advance(bar)
+    return {"schema": coverage.SCHEMA, "about": dict(inputs.about), "taus": list(coverage.TAUS), "quantizers": results}
+
+
+def analyse_trust(inputs: Inputs, specs: Sequence[QuantizerSpec], console: Console) -> dict[str, Any]:
+    """Calibration of the bound and of the ranking, by quantizer (schema witcert.trust/1)."""
+    samples = inputs.samples
+    engine = OfflineEngine(inputs.loaded, hasty_policy(specs[0], ()), room(samples))
+    exact = [force(engine, sample, f"sample-{i}") for i, sample in enumerate(samples)]
+    results = {}
+    with progress_bar(console) as progress:
+        bar = progress.add_task("trust", total=len(specs))
+        for spec in specs:
+            table, outcomes = collect(inputs.loaded, spec, samples, ())
+            results[spec.label] = trust.trust_of(table, outcomes, exact, inputs.options)
+            progress.advance(bar)
+    about = {**inputs.about, "exact_right": sum(outcome.right for outcome in exact)}
+    return {"schema": trust.SCHEMA, "about": about, "quantizers": results}
+
+
+def analyse_layers(inputs: Inputs, specs: Sequence[QuantizerSpec], console: Console) -> dict[str, Any]:
+    """The sweep of layers, by quantizer (schema witcert.sweep/1)."""
+    results = {}
+    with progress_bar(console) as progress:
+        for spec in specs:
+            total = 1 + len(sweep.settings(inputs.loaded.shape.num_layers))
+            bar = progress.add_task(spec.label, total=total)
+            done = partial(progress.advance, bar)
+            results[spec.label] = sweep.sweep(inputs.loaded, spec, inputs.samples, inputs.options, done)
+    return {"schema": sweep.SCHEMA, "about": dict(inputs.about), "quantizers": results}
+
+
+def write_coverage(found: Mapping[str, Any], out: Path, console: Console, *, plot: bool) -> None:
+    """`coverage.json`, `.md`, and figures over tau, over delta and by layer and head."""
+    results = found["quantizers"]
+    _write(found, "coverage", coverage.COVERAGE_COLUMNS, coverage.coverage_rows(results), out, console)
+    if plot:
+        coverage.plot_coverage(results, out / "coverage.svg")
+        coverage.plot_deltas(results, out / "coverage_delta.svg")
+        coverage.plot_heads(results, out / "coverage_heads.svg")
+
+
+def write_trust(found: Mapping[str, Any], out: Path, console: Console, *, plot: bool) -> None:
+    """`trust.json`, `.md` and `.svg`."""
+    _write(found, "trust", trust.TRUST_COLUMNS, trust.trust_rows(found["quantizers"]), out, console)
+    if plot:
+        trust.plot_trust(found["quantizers"], out / "trust.svg")
+
+
+def write_layers(found: Mapping[str, Any], out: Path, console: Console, *, plot: bool) -> None:
+    """`layers.json`, `.md` and `.svg`."""
+    rows = [[name, *row] for name, result in found["quantizers"].items() for row in sweep.sweep_rows(result)]
+    _write(found, "layers", ("KV cache", *sweep.SWEEP_COLUMNS), rows, out, console)
+    if plot:
+        sweep.plot_sweep(found["quantizers"], out / "layers.svg")
+
+
+def prepare(out: Path, *, plot: bool) -> None:
+    """Find out before hours of work that results cannot be written or drawn."""
+    if plot:
+        require("matplotlib")
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _write(
+    found: Mapping[str, Any], name: str, columns: Sequence[str], rows: list[list[str]], out: Path, console: Console
+) -> None:
+    write_json(out / f"{name}.json", found)
+    (out / f"{name}.md").write_text(markdown_table(columns, rows) + "\n", encoding="utf-8")
+    console.print(rich_table(f"{found['about']['model']}: {name}", columns, rows))

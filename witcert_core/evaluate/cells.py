@@ -1,0 +1,147 @@
+"""Every cell of forced answers: its true TV and what each bound says of it on the same radii.
+
+Answers are fed in, not sampled, so queries do not depend on the dither and tier D claims what it says.
+Shapes: C cells collected, H query heads, S tokens a row sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from witcert_core.bounds import FORM_NAMES
+from witcert_core.budget import Budget
+from witcert_core.cells import bounds_of, kernel_radius, sum_terms, weight_underflow
+from witcert_core.errors import InputError
+from witcert_core.layout import AccField
+from witcert_core.meter import true_tv
+from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.rows import RowPlan
+from witcert_core.serving.simulated import SimulatedCache
+from witcert_core.tv import attention_logits
+
+METER = "meter"
+FORMS = (*FORM_NAMES, METER)
+"""The six forms and the meter, the smallest of `tanh`, `jensen` and `needle`."""
+WITNESS = 0.0
+"""The failure probability that stands for the deterministic tier."""
+
+
+@dataclass
+class CellTable:
+    """Columns [C], one entry a cell, in the order they were measured.
+
+    bounds[delta][form]: on TV, at most 1, for failure probability delta of a request (0: deterministic).
+    """
+
+    deltas: tuple[float, ...]
+    sample: Tensor
+    layer: Tensor
+    head: Tensor
+    tv: Tensor
+    log_a: Tensor
+    bounds: dict[float, dict[str, Tensor]]
+
+    def __len__(self) -> int:
+        return self.tv.numel()
+
+
+@dataclass
+class FormProbe:
+    """Looks at every attention call of an offline engine and keeps its cells; see `OfflineEngine`.
+
+    deltas: failure probabilities of a request; 0 for the deterministic tier, others for dithered quantizers only.
+    """
+
+    geometry: Geometry
+    deltas: tuple[float, ...]
+    sample: int = 0
+    _parts: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def __call__(self, call: AttentionCall, plan: RowPlan, cache: SimulatedCache) -> None:
+        side, exact = cache.store[call.layer], cache.store.exact_k.get(call.layer)
+        if exact is None:
+            raise InputError("the true TV needs exact keys; set meter.audit_every to at least 1")
+        for number, row in enumerate(plan.rows):
+            slots = plan.slots_of(number)
+            if call.window_left >= 0:
+                slots = slots[-(call.window_left + 1) :]
+            k, v = cache.pool.read(call.layer, slots)
+            q = call.q[row.token]
+            query, scale = q.to(torch.float64), abs(call.sm_scale)
+            logits = attention_logits(query, k.to(torch.float64), call.sm_scale, call.logits_soft_cap)
+            sixteen_bit = min(k.element_size(), q.element_size()) <= 2
+            omega = kernel_radius(query, k, scale, call.logits_soft_cap, sixteen_bit)
+            found = {
+                "tv": true_tv(q, k, exact[slots], call.sm_scale, call.logits_soft_cap, call.sinks),
+                "head": torch.arange(q.shape[0]),
+            }
+            for delta in self.deltas:
+                terms = sum_terms(
+                    logits,
+                    side.key_radius(query, slots, scale, self._delta_loc(delta, row.ordinal)),
+                    omega,
+                    v.to(torch.float64),
+                    side.value_radius(slots),
+                    sinks=call.sinks,
+                    form="extremal",
+                    underflow=weight_underflow(slots.numel(), k.dtype, q.dtype),
+                )
+                for form in FORMS:
+                    found[f"{delta}/{form}"] = bounds_of(
+                        terms, "auto" if form == METER else form, call.sinks is not None
+                    )[0]
+                if delta == self.deltas[0]:
+                    found["log_a"] = terms.acc[:, AccField.LOG_A]
+            for name, value in (("layer", call.layer), ("sample", self.sample)):
+                found[name] = torch.full_like(found["head"], value)
+            self._parts.append(found)
+
+    def table(self) -> CellTable:
+        """All cells so far; InputError if there is none."""
+        if not self._parts:
+            raise InputError("no cell was measured: answers of one token never read the cache")
+        columns = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]}
+        return CellTable(
+            deltas=self.deltas,
+            sample=columns["sample"],
+            layer=columns["layer"],
+            head=columns["head"],
+            tv=columns["tv"],
+            log_a=columns["log_a"],
+            bounds={delta: {form: columns[f"{delta}/{form}"] for form in FORMS} for delta in self.deltas},
+        )
+
+    def _delta_loc(self, delta: float, ordinal: int) -> float:
+        if delta == WITNESS:
+            return 0.0
+        budget = Budget(delta=delta, num_layers=len(self.geometry.layers), num_qo_heads=self.geometry.total_qo_heads)
+        return budget.delta_loc(ordinal)
+
+
+def violations(table: CellTable) -> dict[str, dict[str, int]]:
+    """Cells whose true TV is above a bound, by delta and form: anything but 0 for delta 0 is a fault."""
+    return {
+        label(delta): {form: int((table.tv > bound).sum()) for form, bound in table.bounds[delta].items()}
+        for delta in table.deltas
+    }
+
+
+def label(delta: float) -> str:
+    """How a failure probability is written in results."""
+    return "witness" if delta == WITNESS else f"{delta:g}"
+
+
+def coverage(bound: Tensor, taus: Sequence[float]) -> list[float]:
+    """Share of the cells certified at each tau: bound at most tau."""
+    return [float((bound <= tau).double().mean()) for tau in taus]
+
+
+def finite_or_word(value: float) -> float | str:
+    """For strict JSON."""
+    return value if math.isfinite(value) else "inf"

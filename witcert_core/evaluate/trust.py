@@ -1,0 +1,145 @@
+"""`witcert eval trust`: how loose the bound is where it matters, and whether its ranking finds the lost answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from witcert_core.evaluate.cells import METER, WITNESS, CellTable, finite_or_word
+from witcert_core.evaluate.forcing import Forced
+from witcert_core.evaluate.plots import figure
+from witcert_core.evaluate.stats import auroc_interval
+from witcert_core.evaluate.tables import interval
+
+SCHEMA = "witcert.trust/1"
+TAU = 0.2
+TV_BINS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.2, 1.0)
+MOST_POINTS = 4000
+
+
+def trust_of(
+    table: CellTable, outcomes: Sequence[Forced], exact: Sequence[Forced], options: Mapping[str, int]
+) -> dict[str, Any]:
+    """Of one quantizer, deterministic tier: looseness by true TV, what the meter's verdicts were worth, ranking."""
+    meter = table.bounds[WITNESS][METER]
+    lost = [known.right and not found.right for known, found in zip(exact, outcomes, strict=True)]
+    return {
+        "cells": len(table),
+        "violations": int((table.tv > meter).sum()),
+        "looseness": looseness(meter, table.tv),
+        "verdicts": verdicts(meter, table.tv),
+        "samples": len(outcomes),
+        "lost": sum(lost),
+        "ranking": {
+            name: None if (area := auroc_interval(score, lost, **options)) is None else area.as_dict()
+            for name, score in ranking_scores(table, len(outcomes)).items()
+        },
+        "points": points(meter, table.tv),
+    }
+
+
+def looseness(meter: Tensor, tv: Tensor) -> list[dict[str, Any]]:
+    """By bins of the true TV: cells, quantiles of meter / TV, and the share the meter says nothing about."""
+    rows = []
+    for low, high in pairwise(TV_BINS):
+        inside = (tv > low) & (tv <= high) if low > 0 else tv <= high
+        some = inside & (tv > 0)
+        ratio = meter[some] / tv[some]
+        points = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
+        quantiles = torch.quantile(ratio, points) if ratio.numel() else None
+        rows.append(
+            {
+                "tv_above": low,
+                "tv_at_most": high,
+                "cells": int(inside.sum()),
+                "ratio": None if quantiles is None else [finite_or_word(x) for x in quantiles.tolist()],
+                "says_nothing": float((meter[inside] >= 1).double().mean()) if bool(inside.any()) else None,
+            }
+        )
+    return rows
+
+
+def verdicts(meter: Tensor, tv: Tensor) -> dict[str, Any]:
+    """Of the cells within tau, those certified (what looseness costs); of the ones above tau, those flagged (all)."""
+    harmless, certified = tv <= TAU, meter <= TAU
+    return {
+        "tau": TAU,
+        "harmless": int(harmless.sum()),
+        "harmless_certified": int((harmless & certified).sum()),
+        "damaged": int((~harmless).sum()),
+        "damaged_certified": int((~harmless & certified).sum()),
+    }
+
+
+def ranking_scores(table: CellTable, num_samples: int) -> dict[str, list[float]]:
+    """One number a sample from the meter alone: largest and mean `log A`, and the share of cells not certified."""
+    meter = table.bounds[WITNESS][METER]
+    largest, mean, uncertified = [], [], []
+    for number in range(num_samples):
+        own = table.sample == number
+        log_a = table.log_a[own]
+        largest.append(float(log_a.max()) if log_a.numel() else 0.0)
+        mean.append(float(log_a.mean()) if log_a.numel() else 0.0)
+        uncertified.append(float((meter[own] > TAU).double().mean()) if log_a.numel() else 0.0)
+    return {"log_a_max": largest, "log_a_mean": mean, "uncertified_share": uncertified}
+
+
+def points(meter: Tensor, tv: Tensor) -> dict[str, list[float]]:
+    """Cells for the plot, evenly picked when there are many; the same ones every time."""
+    step = max(1, -(-len(tv) // MOST_POINTS))
+    return {"tv": [round(x, 9) for x in tv[::step].tolist()], "meter": [round(x, 9) for x in meter[::step].tolist()]}
+
+
+TRUST_COLUMNS = (
+    "KV cache",
+    "cells",
+    "violations",
+    "within tau, certified",
+    "above tau, certified",
+    "meter / TV at TV .01 to .2",
+    "answers lost",
+    "AUROC of largest log A",
+    "AUROC of mean log A",
+    "AUROC of the uncertified share",
+)
+
+
+def trust_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """A line a quantizer."""
+    rows = []
+    for name, result in results.items():
+        said = result["verdicts"]
+        ratios = [row["ratio"] for row in result["looseness"] if row["tv_above"] in (0.01, 0.05) and row["ratio"]]
+        rows.append(
+            [
+                name,
+                str(result["cells"]),
+                str(result["violations"]),
+                f"{said['harmless_certified']} of {said['harmless']}",
+                f"{said['damaged_certified']} of {said['damaged']}",
+                " and ".join(f"{ratio[1]:.1f}" for ratio in ratios) or "-",
+                f"{result['lost']} of {result['samples']}",
+                *(interval(area) for area in result["ranking"].values()),
+            ]
+        )
+    return rows
+
+
+def plot_trust(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Bound against true TV, a point a cell, on logarithmic axes; nothing may lie below the diagonal."""
+    with figure(path, columns=len(results), size=(3.6, 3.4)) as axes:
+        for ax, (name, result) in zip(axes[0], results.items(), strict=True):
+            shown = result["points"]
+            ax.loglog([1e-7, 1], [1e-7, 1], color="#333333", linewidth=0.8)
+            x = [max(tv, 1e-7) for tv in shown["tv"]]
+            ax.scatter(x, shown["meter"], s=3, alpha=0.35, color="#1a5276", linewidths=0, rasterized=True)
+            ax.axhline(TAU, color="#999999", linewidth=0.8)
+            ax.axvline(TAU, color="#999999", linewidth=0.8)
+            ax.set_title(name)
+            ax.set_xlabel("true TV")
+        axes[0][0].set_ylabel("meter (tier W)")
