@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+from witcert_core.evaluate.servers import (
+    Server,
+    ServerError,
+    free_port,
+    group_alive,
+    last_words,
+    serving,
+    stop,
+    wait_until_healthy,
+)
 
-START_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 20.0
-
-
-class ServerError(RuntimeError):
-    """The server did not start; the message is the last line that says why, and where the log is."""
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server: its address, its process (leader of its own group) and its log file."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=120.0)
-
-    def log_text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-
-def free_port() -> int:
-    """A port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+__all__ = [
+    "Server",
+    "ServerError",
+    "free_port",
+    "group_alive",
+    "last_words",
+    "running_server",
+    "server_command",
+    "server_environment",
+    "stop",
+    "wait_until_healthy",
+]
 
 
 def server_command(model: Path, port: int, options: Sequence[str]) -> list[str]:
@@ -106,81 +93,7 @@ def running_server(
     server starts. Raises ServerError if it does not start.
     """
     port = free_port()
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            server_command(model, port, options),
-            env={**server_environment(policy), **(environment or {})},
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    server = Server(f"http://127.0.0.1:{port}", process, log)
-    try:
-        wait_until_healthy(server, waiting)
+    command = server_command(model, port, options)
+    env = {**server_environment(policy), **(environment or {})}
+    with serving(command, port, env=env, log=log, waiting=waiting) as server:
         yield server
-    finally:
-        stop(process)
-
-
-def wait_until_healthy(server: Server, waiting: Callable[[float], None]) -> None:
-    """Return once `/health` answers; ServerError when the process ends or the time is up."""
-    begun = time.monotonic()
-    while (waited := time.monotonic() - begun) < START_TIMEOUT_S:
-        if server.process.poll() is not None:
-            raise ServerError(f"the server ended with code {server.process.returncode}: {last_words(server)}")
-        try:
-            if httpx.get(f"{server.url}/health", timeout=2.0).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        waiting(waited)
-        time.sleep(0.5)
-    raise ServerError(f"the server did not answer within {START_TIMEOUT_S:.0f} s: {last_words(server)}")
-
-
-def last_words(server: Server) -> str:
-    """The line of the log that says most about a failed start, and where the log is."""
-    lines = [line.strip() for line in server.log_text().splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith("witcert:")]
-    return f"{(ours or lines or ['no output'])[-1]} (log: {server.log})"
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the process group of `process`: first asked, then killed; returns when all of it is gone.
-
-    A second Ctrl-C must not interrupt this, or servers would be left behind.
-    """
-    if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            stop_group(process)
-        finally:
-            signal.signal(signal.SIGINT, before)
-    else:
-        stop_group(process)
-
-
-def stop_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask, wait, kill, wait."""
-    for sig in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, sig)
-        except ProcessLookupError:
-            break
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        while time.monotonic() < deadline and group_alive(process):
-            time.sleep(0.1)
-        if not group_alive(process):
-            break
-    process.wait()
-
-
-def group_alive(process: subprocess.Popen[bytes]) -> bool:
-    """Whether any process of the group is left (the leader is reaped on the way)."""
-    process.poll()
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from conftest import Metered, ask_many, samples_of_each_task
+
+from witcert_core.cli import main
 
 pytestmark = pytest.mark.sglang
 LAYERS, HEADS = 4, 4
@@ -170,3 +173,17 @@ def test_banner_and_status(fp8_twin: Metered) -> None:
         status = client.get("/witcert/status").json()
     assert status["layers_metered"] == [0, 1, 2, 3]
     assert status["bytes_witness"] > 0
+
+
+def test_an_evaluation_asks_the_running_server(
+    fp8_twin: Metered, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`witcert eval ruler --url`: what is metered is read from the server, lengths from its own tokenizer."""
+    command = ["eval", "ruler", "--url", fp8_twin.server.url, "--tasks", "multi_key,multi_query", "--lengths", "128"]
+    assert main([*command, "--samples", "2", "--no-plot", "--out", str(tmp_path)]) == 0
+    assert "fp8_e4m3_cast" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert (row["quantizer"], row["mode"], row["engines"]) == ("fp8_e4m3_cast", "raw", ["sglang"])
+    assert row["score"]["count"] == 4
+    assert row["score"]["value"] < 1.0
+    assert row["meter"]["audited"] == row["meter"]["cells_measured"] > 0 == row["meter"]["violations"]

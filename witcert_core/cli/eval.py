@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,6 +57,12 @@ def ruler(
     stride: Annotated[int, typer.Option(min=1, help="Meter every n-th generated token (offline).")] = 1,
     audit_every: Annotated[int, typer.Option(min=0, help="Audit every n-th metered row (offline).")] = 1,
     parallel: Annotated[int, typer.Option(min=1, help="Requests in flight at a server.")] = 4,
+    engine: Annotated[
+        str, typer.Option(help="offline, or sglang or vllm: a server is started for each quantizer and mode.")
+    ] = "offline",
+    server_options: Annotated[
+        str, typer.Option(help="Options of those servers, quoted: '--attention-backend triton --disable-cuda-graph'.")
+    ] = "",
     plot: Plot = True,
 ) -> None:
     """Answers, certificates and repairs of each quantizer: raw, gated and exact, on the same samples.
@@ -81,6 +88,8 @@ def ruler(
         audit_every=audit_every,
         parallel=parallel,
         plot=plot,
+        engine=engine,
+        server_options=shlex.split(server_options),
     )
     evaluate(wanted, console())
 

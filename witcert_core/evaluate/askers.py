@@ -1,4 +1,4 @@
-"""Who answers samples: transformers in this process, or a server at an address."""
+"""Who answers samples: transformers in this process, a server at an address, or a server started for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.evaluate.extras import require
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel
-from witcert_core.evaluate.settings import EXACT, MODES, Mode, QuantizerSpec, build_policy
+from witcert_core.evaluate.settings import EXACT, Mode, QuantizerSpec, build_policy
 from witcert_core.evaluate.tasks import EvalSample
 
 TIMEOUT_S = 600.0
@@ -32,13 +32,21 @@ class Asker(Protocol):
     engine: str
     parallel: int
 
+    def open(self) -> None:
+        """Get ready; called once, before the first sample."""
+        ...
+
     def ask(self, sample: EvalSample, request_id: str) -> Reply:
         """Greedy decoding."""
         ...
 
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
 
 class OfflineAsker:
-    """`loaded` under a policy; the engine is made when it is first asked."""
+    """`loaded` under a policy."""
 
     engine = "offline"
     parallel = 1
@@ -53,9 +61,15 @@ class OfflineAsker:
         self._max_tokens = max_tokens
         self._running: OfflineEngine | None = None
 
+    def open(self) -> None:
+        self._running = OfflineEngine(self._loaded, self._policy, self._max_tokens)
+
+    def close(self) -> None:
+        self._running = None
+
     def ask(self, sample: EvalSample, request_id: str) -> Reply:
         if self._running is None:
-            self._running = OfflineEngine(self._loaded, self._policy, self._max_tokens)
+            raise UnsupportedError("an asker that was not opened cannot be asked")
         ids = self._loaded.prompt_ids(sample.prompt)
         answer = self._running.generate(request_id, ids, sample.max_new_tokens)
         return Reply(answer.text, answer.summary)
@@ -78,6 +92,12 @@ class UrlAsker:
         gate = (self.status or {}).get("gate", "observe")
         self.quantizer: str = (self.status or {}).get("quantizer", EXACT)
         self.mode: Mode = "exact" if self.quantizer == EXACT else "raw" if gate == "observe" else "gated"
+
+    def open(self) -> None:
+        """The server is running already."""
+
+    def close(self) -> None:
+        self._client.close()
 
     def ask(self, sample: EvalSample, request_id: str) -> Reply:
         body = {
@@ -114,15 +134,3 @@ class UrlAsker:
         except self._errors as error:
             raise InputError(f"{self.url}/witcert/status: {error}") from error
         return response.json() if response.status_code == 200 else None
-
-
-def offline_askers(
-    loaded: LoadedModel, base: Mapping[str, Any], specs: list[QuantizerSpec], modes: list[Mode], max_tokens: int
-) -> list[Asker]:
-    """Every quantizer in every mode; `exact` once, whatever the quantizers."""
-    askers: list[Asker] = []
-    for mode in MODES:
-        if mode in modes:
-            wanted = [QuantizerSpec(EXACT, EXACT, {})] if mode == "exact" else specs
-            askers += [OfflineAsker(loaded, base, spec, mode, max_tokens) for spec in wanted]
-    return askers

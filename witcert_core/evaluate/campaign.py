@@ -35,20 +35,32 @@ def run(plan: Plan, askers: Sequence[Asker], tokenizer: TextTokenizer, file: Rec
     new = 0
     with progress_bar(console) as progress:
         for asker in askers:
-            title = f"{asker.quantizer} {asker.mode}"
-            bar = progress.add_task(title, total=len(plan.tasks) * len(plan.lengths) * plan.count)
-            with ThreadPoolExecutor(asker.parallel) as pool:
-                for task in plan.tasks:
-                    for num_tokens in plan.lengths:
-                        keys = [(asker.quantizer, asker.mode, task, num_tokens, i) for i in range(plan.count)]
-                        missing = [key for key in keys if not file.has(key)]
-                        progress.advance(bar, len(keys) - len(missing))
-                        if not missing:
-                            continue
+            open_parts = [
+                (task, num_tokens, missing)
+                for task in plan.tasks
+                for num_tokens in plan.lengths
+                if (missing := _missing(plan, asker, task, num_tokens, file))
+            ]
+            total = len(plan.tasks) * len(plan.lengths) * plan.count
+            left = sum(len(missing) for _, _, missing in open_parts)
+            bar = progress.add_task(f"{asker.quantizer} {asker.mode}", total=total, completed=total - left)
+            if not open_parts:
+                continue
+            asker.open()
+            try:
+                with ThreadPoolExecutor(asker.parallel) as pool:
+                    for task, num_tokens, missing in open_parts:
                         samples = plan.samples(task, num_tokens, tokenizer)
                         futures = [pool.submit(_ask, asker, samples[key[4]], key) for key in missing]
                         new += _collect(futures, file, partial(progress.advance, bar))
+            finally:
+                asker.close()
     return new
+
+
+def _missing(plan: Plan, asker: Asker, task: str, num_tokens: int, file: RecordFile) -> list[Key]:
+    keys = [(asker.quantizer, asker.mode, task, num_tokens, i) for i in range(plan.count)]
+    return [key for key in keys if not file.has(key)]
 
 
 def progress_bar(console: Console) -> Progress:

@@ -10,24 +10,29 @@ from typing import Any
 from rich.console import Console
 
 from witcert_core.errors import InputError
-from witcert_core.evaluate.askers import Asker, UrlAsker, offline_askers
+from witcert_core.evaluate.askers import Asker, OfflineAsker, UrlAsker
 from witcert_core.evaluate.campaign import Plan, run
 from witcert_core.evaluate.compare import compare
 from witcert_core.evaluate.extras import require
 from witcert_core.evaluate.offline.model import load_model, load_tokenizer
 from witcert_core.evaluate.plots import plot_comparison
 from witcert_core.evaluate.records import RecordFile, write_json
-from witcert_core.evaluate.settings import Mode, QuantizerSpec, base_settings
+from witcert_core.evaluate.served import ServedAsker
+from witcert_core.evaluate.settings import EXACT, MODES, Mode, QuantizerSpec, base_settings
 from witcert_core.evaluate.stats import RESAMPLES
 from witcert_core.evaluate.tables import COMPARISON_COLUMNS, comparison_rows, markdown_table, rich_table
 from witcert_core.evaluate.tasks import choose_source, choose_tasks
 
-ROOM_FOR_SPECIAL_TOKENS = 16
+ROOM_FOR_ANSWERS = 256
+"""Slots beside the prompt: special tokens, and the longest answer a task asks for."""
 
 
 @dataclass(frozen=True)
 class RulerRun:
-    """What `witcert eval ruler` was asked to do. Either `model`, run here, or `url`, a running server."""
+    """What `witcert eval ruler` was asked to do: `model` in an engine, or `url`, a running server.
+
+    engine: `offline`, or `sglang` or `vllm`, started with `server_options` for each quantizer and mode.
+    """
 
     model: str | None
     url: str | None
@@ -45,6 +50,8 @@ class RulerRun:
     audit_every: int = 1
     parallel: int = 4
     plot: bool = True
+    engine: str = "offline"
+    server_options: Sequence[str] = ()
 
 
 def evaluate(wanted: RulerRun, console: Console) -> dict[str, Any]:
@@ -85,10 +92,32 @@ def _open(wanted: RulerRun) -> tuple[list[Asker], Any, str]:
         raise InputError("neither --model nor --url is given; one of them says what is evaluated")
     if not wanted.quantizers and set(wanted.modes) != {"exact"}:
         raise InputError("no quantizer is named; --quantizers takes names, `witcert quantizers` lists them")
-    loaded = load_model(wanted.model, wanted.dtype)
-    source = choose_source(wanted.source, loaded.tokenizer)
-    choose_tasks(source, wanted.tasks)
     base = base_settings(wanted.policy, stride=wanted.stride, audit_every=wanted.audit_every)
-    room = max(wanted.lengths) + 256 + ROOM_FOR_SPECIAL_TOKENS
-    askers = offline_askers(loaded, base, list(wanted.quantizers), list(wanted.modes), room)
-    return askers, loaded.tokenizer, loaded.name
+    runs = runs_of(wanted.quantizers, wanted.modes)
+    askers: list[Asker] = []
+    if wanted.engine == "offline":
+        loaded = load_model(wanted.model, wanted.dtype)
+        room = max(wanted.lengths) + ROOM_FOR_ANSWERS
+        askers += [OfflineAsker(loaded, base, spec, mode, room) for spec, mode in runs]
+        return askers, loaded.tokenizer, loaded.name
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    askers += [
+        ServedAsker(
+            wanted.engine,
+            wanted.model,
+            base,
+            spec,
+            mode,
+            options=wanted.server_options,
+            logs=wanted.out,
+            parallel=wanted.parallel,
+        )
+        for spec, mode in runs
+    ]
+    return askers, load_tokenizer(wanted.model), Path(wanted.model).name
+
+
+def runs_of(specs: Sequence[QuantizerSpec], modes: Sequence[Mode]) -> list[tuple[QuantizerSpec, Mode]]:
+    """Every quantizer in every mode; `exact` once, whatever the quantizers."""
+    exact = [QuantizerSpec(EXACT, EXACT, {})]
+    return [(spec, mode) for mode in MODES if mode in modes for spec in (exact if mode == "exact" else specs)]

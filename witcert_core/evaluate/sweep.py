@@ -133,5 +133,6 @@ def _draw(ax: Any, rows: Sequence[Mapping[str, Any]], measure: str) -> None:
         y = [interval["value"] for interval in found]
         error = [[i["value"] - i["low"] for i in found], [i["high"] - i["value"] for i in found]]
         ax.errorbar(x, y, yerr=error, fmt="o-", color=colour, capsize=2, label=title)
+    ax.set_xticks([row["layers"][0] for row in alone][:: max(1, len(alone) // 8)])
     if measure == "lost":
         ax.set_ylim(-0.03, 1.05)

@@ -19,7 +19,7 @@ from witcert_core.evaluate.tables import interval
 SCHEMA = "witcert.trust/1"
 TAU = 0.2
 TV_BINS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.2, 1.0)
-MOST_POINTS = 4000
+MOST_POINTS = 1500
 
 
 def trust_of(

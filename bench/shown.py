@@ -1,0 +1,164 @@
+"""The measured tables and sentences of README and docs, rendered from ``docs/figures/*.json`` and nothing else.
+
+A page holds a block between ``<!-- figures: NAME -->`` and ``<!-- end of NAME -->``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from witcert_core.bounds import FORM_NAMES
+from witcert_core.evaluate import coverage, sweep, trust
+from witcert_core.evaluate.tables import interval, markdown_table
+from witcert_core.report.text import number_up, percent_down
+from witcert_core.units import format_bytes
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "docs" / "figures"
+RESULTS = ("capacity", "coverage", "layers", "ruler", "smoke", "trust")
+_BLOCK = re.compile(r"<!-- figures: (\w+) -->\n(.*?)<!-- end of \1 -->", re.S)
+
+Results = Mapping[str, Mapping[str, Any]]
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """All results; FileNotFoundError names one that was never made."""
+    return {name: json.loads((FIGURES / f"{name}.json").read_text()) for name in RESULTS}
+
+
+def render(results: Results) -> dict[str, str]:
+    """Every block by name."""
+    return {
+        "capacity": capacity_block(results["capacity"]),
+        "coverage": coverage_block(results["coverage"]),
+        "layers": layers_block(results["layers"]),
+        "readme": readme_block(results),
+        "ruler": ruler_block(results["ruler"]),
+        "trust": trust_block(results["trust"]),
+    }
+
+
+def blocks_of(text: str) -> dict[str, str]:
+    """The blocks of a page, by name, as they stand there."""
+    return {name: body.strip("\n") for name, body in _BLOCK.findall(text)}
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def put_into_pages(blocks: Mapping[str, str]) -> None:
+    """Renew every block of every page; KeyError for one that nothing renders."""
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        new = _BLOCK.sub(lambda m: f"<!-- figures: {m[1]} -->\n{blocks[m[1]]}\n<!-- end of {m[1]} -->", text)
+        if new != text:
+            page.write_text(new, encoding="utf-8")
+
+
+def capacity_block(found: Mapping[str, Any]) -> str:
+    columns = ("layout", "bytes a token", f"tokens in {found['memory'] / 1e9:g} GB", "against 16 bit")
+    rows = []
+    for row in found["rows"]:
+        sizes = [f"{row['bytes_per_token']:,}", f"{row['tokens']:,}", f"{row['ratio']:.3f}x"]
+        rows.append([f"`{row['layout']}`", *sizes])
+    return markdown_table(columns, rows)
+
+
+def ruler_block(found: Mapping[str, Any]) -> str:
+    columns = ["KV cache", "mode", "score", "zero", "minus exact", "certified, any query", "violations"]
+    columns += ["repaired blocks a sample", "page-in in all"]
+    rows = []
+    for row in found["rows"]:
+        meter, repairs = row["meter"], row["repairs"]
+        rows.append(
+            [
+                f"`{row['quantizer']}`",
+                row["mode"],
+                interval(row["score"]),
+                f"{row['zero_scores']} of {row['score']['count']}",
+                interval(row["minus_exact"], signed=True),
+                percent_down(meter["certified_any_query_share"]),
+                f"{meter['violations']} of {meter['audited']}",
+                "-" if repairs is None else f"{repairs['blocks_median']:g} (most {repairs['blocks_max']})",
+                "-" if repairs is None else format_bytes(repairs["bytes_total"]),
+            ]
+        )
+    return markdown_table(columns, rows)
+
+
+def coverage_block(found: Mapping[str, Any]) -> str:
+    columns = ("model", *coverage.COVERAGE_COLUMNS)
+    names = ("original", "twin")
+    rows = [[name, *row] for name in names for row in coverage.coverage_rows(found[name]["quantizers"])]
+    tight = found["original"]["quantizers"]["int8_dither"]["over_extremal"]["0.01"]
+    said = ", ".join(f"`{form}` {tight[form]['median']:.2f}" for form in (*FORM_NAMES, "meter"))
+    twin = found["twin"]["quantizers"]["int8_dither"]["at_tau"]
+    return (
+        f"{markdown_table(columns, rows)}\n\n"
+        f"On the twin's `int8_dither` cache the published form certifies {percent_down(twin['0.01']['eform'])} of the "
+        f"cells at δ = 0.01, the meter {percent_down(twin['0.01']['meter'])} on the same radii; for any query "
+        f"{percent_down(twin['witness']['eform'])} and {percent_down(twin['witness']['meter'])}. Median of each bound "
+        f"over `extremal`, original model, δ = 0.01: {said}."
+    )
+
+
+def trust_block(found: Mapping[str, Any]) -> str:
+    parts = [markdown_table(trust.TRUST_COLUMNS, trust.trust_rows(found["quantizers"]))]
+    rows = []
+    for name, result in found["quantizers"].items():
+        for row in result["looseness"]:
+            if row["cells"]:
+                ratio = row["ratio"]
+                shown = "-" if ratio is None else " / ".join(f"{x:.3g}" if x != "inf" else "inf" for x in ratio)
+                bins = f"{row['tv_above']:g} to {row['tv_at_most']:g}"
+                rows.append([name, bins, str(row["cells"]), shown, f"{row['says_nothing']:.1%}"])
+    parts.append(markdown_table(("KV cache", "true TV", "cells", "meter / TV: 5 %, median, 95 %", "meter is 1"), rows))
+    return "\n\n".join(parts)
+
+
+def layers_block(found: Mapping[str, Any]) -> str:
+    rows, sentences = [], []
+    for name, result in found["quantizers"].items():
+        rows += [[name, *row] for row in sweep.sweep_rows(result)]
+        sums = result["cancellation"]
+        sentences.append(
+            f"`{name}`: {sums['lost']['all']:.1%} lost with all layers, {sums['lost']['sum_of_single']:.1%} "
+            f"summed over one layer at a time; KL {sums['kl']['all']:.4f} and {sums['kl']['sum_of_single']:.4f}"
+        )
+    return f"{markdown_table(('KV cache', *sweep.SWEEP_COLUMNS), rows)}\n\n{'; '.join(sentences)}."
+
+
+def readme_block(results: Results) -> str:
+    ruler = {(row["quantizer"], row["mode"]): row for row in results["ruler"]["rows"]}
+    covered = results["coverage"]["twin"]["quantizers"]
+    rows = []
+    for name, mode in ruler:
+        if mode != "raw":
+            continue
+        raw, gated = ruler[name, "raw"], ruler[name, "gated"]
+        at = covered.get(name, {}).get("at_tau", {}).get("witness")
+        rows.append(
+            [
+                f"`{name}`",
+                f"{raw['score']['value']:.2f}",
+                f"{gated['score']['value']:.2f}",
+                "-" if at is None else percent_down(at["eform"]),
+                "-" if at is None else percent_down(at["meter"]),
+                number_up(raw["meter"]["worst"], 3),
+                f"{raw['meter']['violations'] + gated['meter']['violations']}",
+            ]
+        )
+    exact = ruler["none", "exact"]["score"]
+    columns = ["KV cache", "score", "gated", "certified, published form", "certified, meter"]
+    columns += ["worst bound", "violations"]
+    return (
+        f"{markdown_table(columns, rows)}\n\nThe outlier twin, {exact['count']} questions, exact cache "
+        f"{exact['value']:.2f}; certified: share of cells at τ = 0.2 for any query."
+    )
+
+

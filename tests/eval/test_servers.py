@@ -1,0 +1,73 @@
+"""An evaluation that starts its servers itself, against one that only speaks their routes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from witcert_demo.run import CHECKPOINT
+
+from witcert_core.cli import main
+from witcert_core.evaluate import served
+
+FAKE = Path(__file__).parent / "fake_server.py"
+
+
+@pytest.fixture(autouse=True)
+def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(served.COMMANDS, "sglang", (str(FAKE),))
+    monkeypatch.setenv("WITCERT_POLICY", "/nowhere")  # what the caller metered with is not the servers' policy
+
+
+def command(out: Path, *options: str) -> list[str]:
+    common = ["--tasks", "multi_key", "--lengths", "64", "--samples", "5", "--out", str(out), "--no-plot"]
+    return ["eval", "ruler", "--model", str(CHECKPOINT), "--engine", "sglang", *common, *options]
+
+
+def fakes() -> list[psutil.Process]:
+    return [p for p in psutil.Process(os.getpid()).children(recursive=True) if str(FAKE) in p.cmdline()]
+
+
+def test_a_server_for_each_quantizer_and_mode(tmp_path: Path):
+    assert main(command(tmp_path, "--quantizers", "fp8_e4m3_cast,int4_token_group:group_size=16")) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [(row["quantizer"], row["mode"], row["score"]["value"]) for row in rows] == [
+        ("none", "exact", 1.0),
+        ("fp8_e4m3_cast", "raw", 0.0),
+        ("fp8_e4m3_cast", "gated", 1.0),
+        ("int4_token_group:group_size=16", "raw", 0.0),
+        ("int4_token_group:group_size=16", "gated", 1.0),
+    ]
+    assert [row["engines"] for row in rows] == [["sglang"]] + [["fake"]] * 4
+    assert rows[0]["meter"] is None
+    assert rows[2]["repairs"]["bytes_total"] == 1500
+    assert not fakes()
+    started = len(list(tmp_path.glob("*.log")))
+    assert started == 5
+    assert main(command(tmp_path, "--quantizers", "fp8_e4m3_cast", "--modes", "raw")) == 0  # all there already
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("dead", "the server ended with code 1: witcert: this one does not start"),
+        ("unmetered", "the server says it runs None, not ('fp8_e4m3_cast', 'observe')"),
+        ("silent", "is metered but returned no summary"),
+        ("refusing", "500 Internal Server Error"),
+    ],
+)
+def test_a_server_that_fails_is_one_line_and_no_process(how, why, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = ["--quantizers", "fp8_e4m3_cast", "--modes", "raw", "--server-options", f"--broken {how}"]
+    assert main(command(tmp_path, *options)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line
+    assert not fakes()
+
+
+def test_an_unknown_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = ["eval", "ruler", "--model", str(CHECKPOINT), "--quantizers", "none", "--out", str(tmp_path)]
+    assert main([*options, "--engine", "llama.cpp", "--no-plot"]) == 2
+    assert "allowed are offline, sglang, vllm" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""Start a server in a process group of its own, wait until it is healthy, and leave nothing of it behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from witcert_core.errors import WitCertError
+from witcert_core.evaluate.extras import require
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 20.0
+
+
+class ServerError(WitCertError, RuntimeError):
+    """The server did not start; the message is the last line that says why, and where the log is."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: its address, its process (leader of its own group) and its log file."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def client(self) -> Any:
+        """An httpx.Client for its address."""
+        return require("httpx").Client(base_url=self.url, timeout=120.0)
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def free_port() -> int:
+    """A port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(
+    command: Sequence[str],
+    port: int,
+    *,
+    env: Mapping[str, str],
+    log: Path,
+    waiting: Callable[[float], None] = lambda _seconds: None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[Server]:
+    """A healthy server for the length of the block; every process it started is gone afterwards.
+
+    command: must make it listen on `port` of 127.0.0.1. waiting: called with the seconds waited so far while the
+    server starts. Raises ServerError if it does not start.
+    """
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            list(command),
+            env=dict(env),
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    try:
+        wait_until_healthy(server, waiting, timeout_s)
+        yield server
+    finally:
+        stop(process)
+
+
+def wait_until_healthy(server: Server, waiting: Callable[[float], None], timeout_s: float = START_TIMEOUT_S) -> None:
+    """Return once `/health` answers; ServerError when the process ends or the time is up."""
+    httpx = require("httpx")
+    begun = time.monotonic()
+    while (waited := time.monotonic() - begun) < timeout_s:
+        if server.process.poll() is not None:
+            raise ServerError(f"the server ended with code {server.process.returncode}: {last_words(server)}")
+        try:
+            if httpx.get(f"{server.url}/health", timeout=2.0).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        waiting(waited)
+        time.sleep(0.5)
+    raise ServerError(f"the server did not answer within {timeout_s:.0f} s: {last_words(server)}")
+
+
+def last_words(server: Server) -> str:
+    """The line of the log that says most about a failed start, and where the log is."""
+    lines = [line.strip() for line in server.log_text().splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("witcert:")]
+    return f"{(ours or lines or ['no output'])[-1]} (log: {server.log})"
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the process group of `process`: first asked, then killed; returns when all of it is gone.
+
+    A second Ctrl-C must not interrupt this, or servers would be left behind.
+    """
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            stop_group(process)
+        finally:
+            signal.signal(signal.SIGINT, before)
+    else:
+        stop_group(process)
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask, wait, kill, wait."""
+    for sig in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sig)
+        except ProcessLookupError:
+            break
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while time.monotonic() < deadline and group_alive(process):
+            time.sleep(0.1)
+        if not group_alive(process):
+            break
+    process.wait()
+
+
+def group_alive(process: subprocess.Popen[bytes]) -> bool:
+    """Whether any process of the group is left (the leader is reaped on the way)."""
+    process.poll()
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
