@@ -28,7 +28,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-full lint lean test-core test-kernels test-plugins test-eval test-sglang test-vllm \
-	soak bench-sglang static envs clean
+	soak bench-sglang static figures envs clean
 
 demo: $(ENVS)/sglang/.ready
 	@$(SGLANG)/python -m witcert_demo
@@ -78,6 +78,11 @@ soak: $(ENVS)/sglang/.ready
 # Capacity, speed, accuracy and repairs in SGLang on this CPU; writes bench/sglang/results.md. About 25 minutes.
 bench-sglang: $(ENVS)/sglang/.ready
 	$(SGLANG)/python bench/sglang/bench.py
+
+# Every measured table and figure of README and docs, made again (about half an hour on two cores).
+figures: $(ENVS)/sglang/.ready
+	$(SGLANG)/python bench/figures.py
+	$(SGLANG)/python -m witcert_demo --svg docs/demo.svg
 
 envs: $(ENVS)/core/.ready $(ENVS)/sglang/.ready $(ENVS)/vllm/.ready
 
