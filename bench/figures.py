@@ -31,7 +31,8 @@ from witcert_core.evaluate.ruler_run import RulerRun, evaluate
 from witcert_core.evaluate.settings import MODES, parse_quantizer
 
 QUANTIZERS = ("fp8_e4m3_cast", "int4_token_group", "int8_token_group", "int8_dither")
-COVERED = ("int8_dither", "int8_dither_w", "int8_token_group", "int4_token_group")
+COVERED = ("int8_dither", "int8_dither_w", "int8_token_group", "int4_token_group", "int4_token_group@4")
+TRUSTED = (*QUANTIZERS, "int4_token_group@4")
 NUM_TOKENS, SEED, PER_TASK = 512, 11, 8
 PER_TASK_TRUST = 24
 DELTAS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
@@ -84,7 +85,7 @@ def make_coverage(models: Models, console: Console) -> dict[str, Any]:
 def make_trust(models: Models, console: Console) -> dict[str, Any]:
     """Bound against truth, and the ranking, on the twin."""
     result = analyses.analyse_trust(
-        inputs_of(models["twin"], PER_TASK_TRUST), [parse_quantizer(name) for name in QUANTIZERS], console
+        inputs_of(models["twin"], PER_TASK_TRUST), [parse_quantizer(name) for name in TRUSTED], console
     )
     analyses.write_trust(result, FIGURES, console, plot=True)
     for measured in result["quantizers"].values():

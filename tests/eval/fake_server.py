@@ -39,6 +39,7 @@ def summary() -> dict[str, Any]:
         "cells_measured": 10,
         "cells_unknown": 0,
         "certified_cells": 9,
+        "damaged_cells": 0,
         "tier_w_beside": None,
         "worst": {"meter": 0.5},
         "log_a_max": 1.0,

@@ -27,7 +27,7 @@ def samples_of(loaded: LoadedModel, count: int = 1):
     return forced_samples(loaded, NEEDLES, TASKS, [128], count, 3)
 
 
-@pytest.mark.parametrize("name", ["int8_dither", "int4_token_group"])
+@pytest.mark.parametrize("name", ["int8_dither", "int4_token_group", "int4_token_group@4"])
 def test_the_cells_are_those_of_the_ledger(original: LoadedModel, name: str):
     spec, samples = parse_quantizer(name), samples_of(original)
     size = room(samples)
@@ -41,6 +41,8 @@ def test_the_cells_are_those_of_the_ledger(original: LoadedModel, name: str):
     certified = int((table.bounds[delta][METER] <= 0.2).sum())
     assert certified == sum(s["certified_cells"] for s in summaries)
     assert float(table.tv.max()) == pytest.approx(max(s["audit"]["tv_max"] for s in summaries))
+    assert int((table.floor > 0.2).sum()) == sum(s["damaged_cells"] for s in summaries)
+    assert float(table.floor.max()) == pytest.approx(max(s["floor_max"] for s in summaries))
     assert float(table.log_a.max()) == pytest.approx(max(s["log_a_max"] for s in summaries))
     if name == "int8_dither":
         assert int((table.bounds[WITNESS][METER] <= 0.2).sum()) == sum(
@@ -95,6 +97,7 @@ def made_up(tv: list[float], meter: list[float], log_a: list[float], sample: lis
         head=zeros,
         tv=torch.tensor(tv, dtype=torch.float64),
         log_a=torch.tensor(log_a, dtype=torch.float64),
+        floor=torch.tensor([0.0, 0.0, 0.0, 0.3, 0.1, 0.0], dtype=torch.float64),
         bounds={WITNESS: dict.fromkeys(FORMS, bound)},
     )
 
@@ -121,9 +124,11 @@ def test_trust_of_made_up_cells():
         "harmless_certified": 4,
         "damaged": 2,
         "damaged_certified": 0,
+        "damaged_proved": 1,
     }
     assert found["ranking"]["log_a_max"]["value"] == 1.0
     assert trust.ranking_scores(table, 4)["uncertified_share"] == [0.0, 0.5, 1.0, 0.0]
+    assert trust.ranking_scores(table, 4)["damaged_share"] == [0.0, 0.5, 0.0, 0.0]
     (row,) = [row for row in found["looseness"] if row["tv_above"] == 0.01]
     assert row["cells"] == 2
     assert row["ratio"][1] == pytest.approx((0.2 / 0.02 + 0.12 / 0.04) / 2)

@@ -143,6 +143,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
 
 def record(quantizer: str, mode: str, index: int, score: float, log_a: float | str = 1.0) -> SampleRecord:
     meter = {"tau": 0.2, "tier": "witness", "cells_measured": 4, "cells_unknown": 2, "certified_cells": 1}
+    meter |= {"damaged_cells": 0}
     meter |= {"certified_any_query": 1, "worst": 0.7, "log_a_max": log_a, "audited": 4, "violations": 0, "tv_max": 0.1}
     meter |= {"repaired_blocks": index, "repaired_bytes": 10, "gate_certified": 1, "gate_ranked": 1}
     meter |= {"gate_not_certified": 2}
@@ -190,7 +191,8 @@ def test_words_of_the_command_line():
     assert parse_quantizer("int4_token_group:group_size=16") == QuantizerSpec(
         "int4_token_group:group_size=16", "int4_token_group", {"group_size": 16}
     )
-    for wrong in ("a:", "a:b", "a:b=1,b=2", "a:b=[1"):
+    assert parse_quantizer("a:b=1@4") == QuantizerSpec("a:b=1@4", "a", {"b": 1}, 4)
+    for wrong in ("a:b=1@3", "a:", "a:b", "a:b=1,b=2", "a:b=[1"):
         with pytest.raises(InputError, match="quantizer 'a:"):
             parse_quantizer(wrong)
 
@@ -201,6 +203,9 @@ def test_modes_become_gates(tmp_path: Path):
     assert build_policy(base, spec, "raw").gate.kind == "observe"
     assert build_policy(base, spec, "gated").gate.kind == "combined"
     assert build_policy(base, spec, "gated").meter.stride == 1
+    four = parse_quantizer("int4_token_group@8")
+    assert [build_policy(base, four, mode).sketch_bits for mode in ("raw", "gated", "exact")] == [8, 8, 0]
+    assert build_policy(base, parse_quantizer("int4_token_group"), "raw").sketch_bits == 0
     assert build_policy(base, spec, "exact").quantizer.name == "none"
     assert build_policy(base, spec, "raw", (1, 3)).quantizer.layers == (1, 3)
     file = tmp_path / "p.yaml"

@@ -11,6 +11,7 @@ from typing import Any
 
 from witcert_core.capacity import packed_bytes_per_token, side_bytes_per_head, side_bytes_per_token
 from witcert_core.errors import InputError, UnsupportedError
+from witcert_core.evaluate.settings import parse_quantizer
 from witcert_core.hooks import quantizer_registry
 from witcert_core.layout import KVLayout
 from witcert_core.quantizers.base import Quantizer
@@ -116,8 +117,8 @@ def bytes_per_token(layout: str, shape: ModelShape, tensor_parallel: int = 1) ->
     """Bytes of a token on one rank, all layers.
 
     layout: `fp16`, `fp8`; the packed `int8_dither`, `int8_dither_w` and `bypass:M` (M channel pairs of K in 16 bit),
-    each with the slot's row id; or `metered:QUANTIZER`: a 16-bit pool in which that quantizer is simulated, with all
-    that the meter keeps beside it.
+    each with the slot's row id; or `metered:QUANTIZER`, `metered:QUANTIZER@BITS`: a 16-bit pool in which that quantizer
+    is simulated, with all that the meter keeps beside it, sketches of so many bits included.
     """
     heads = shape.heads_of_a_rank(tensor_parallel)
     name, _, argument = layout.partition(":")
@@ -133,7 +134,9 @@ def bytes_per_token(layout: str, shape: ModelShape, tensor_parallel: int = 1) ->
         return packed_bytes_per_token(packed, heads, shape.num_layers)
     if name == "metered" and argument:
         rotary = RotarySpec(shape.head_dim, rotary_dim=shape.rotary_dim)
-        per_head = side_bytes_per_head(quantizer_registry().get(argument), rotary, shape.v_head_dim, 2)
+        spec = parse_quantizer(argument)
+        quantizer, bits = quantizer_registry().get(spec.name, spec.params), spec.sketch_bits or 0
+        per_head = side_bytes_per_head(quantizer, rotary, shape.v_head_dim, 2, bits)
         side = side_bytes_per_token(per_head, heads, shape.num_layers)
         return _plain_bytes(quantizer_registry().get("none"), shape, heads) + side
     raise InputError(

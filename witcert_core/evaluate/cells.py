@@ -18,12 +18,11 @@ from witcert_core.budget import Budget
 from witcert_core.cells import bounds_of, kernel_radius, sum_terms, weight_underflow
 from witcert_core.errors import InputError
 from witcert_core.layout import AccField
-from witcert_core.meter import true_tv
+from witcert_core.meter import centred, true_tv
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.rows import RowPlan
 from witcert_core.serving.simulated import SimulatedCache
-from witcert_core.tv import attention_logits
 
 METER = "meter"
 FORMS = (*FORM_NAMES, METER)
@@ -37,6 +36,7 @@ class CellTable:
     """Columns [C], one entry a cell, in the order they were measured.
 
     bounds[delta][form]: on TV, at most 1, for failure probability delta of a request (0: deterministic).
+    floor: what TV is at least, by the meter; 0 without residual sketches.
     """
 
     deltas: tuple[float, ...]
@@ -45,6 +45,7 @@ class CellTable:
     head: Tensor
     tv: Tensor
     log_a: Tensor
+    floor: Tensor
     bounds: dict[float, dict[str, Tensor]]
 
     def __len__(self) -> int:
@@ -74,7 +75,10 @@ class FormProbe:
             k, v = cache.pool.read(call.layer, slots)
             q = call.q[row.token]
             query, scale = q.to(torch.float64), abs(call.sm_scale)
-            logits = attention_logits(query, k.to(torch.float64), call.sm_scale, call.logits_soft_cap)
+            residuals = side.residuals(slots)
+            logits, centre, stored = centred(
+                query, k, v.to(torch.float64), residuals, call.sm_scale, call.logits_soft_cap
+            )
             sixteen_bit = min(k.element_size(), q.element_size()) <= 2
             omega = kernel_radius(query, k, scale, call.logits_soft_cap, sixteen_bit)
             found = {
@@ -86,18 +90,19 @@ class FormProbe:
                     logits,
                     side.key_radius(query, slots, scale, self._delta_loc(delta, row.ordinal)),
                     omega,
-                    v.to(torch.float64),
+                    centre,
                     side.value_radius(slots),
                     sinks=call.sinks,
                     form="extremal",
                     underflow=weight_underflow(slots.numel(), k.dtype, q.dtype),
+                    stored=stored,
                 )
                 for form in FORMS:
-                    found[f"{delta}/{form}"] = bounds_of(
-                        terms, "auto" if form == METER else form, call.sinks is not None
-                    )[0]
+                    bounds = bounds_of(terms, "auto" if form == METER else form, call.sinks is not None)
+                    found[f"{delta}/{form}"] = bounds.meter
                 if delta == self.deltas[0]:
                     found["log_a"] = terms.acc[:, AccField.LOG_A]
+                    found["floor"] = bounds.floor  # the meter's, the last of the forms
             for name, value in (("layer", call.layer), ("sample", self.sample)):
                 found[name] = torch.full_like(found["head"], value)
             self._parts.append(found)
@@ -114,6 +119,7 @@ class FormProbe:
             head=columns["head"],
             tv=columns["tv"],
             log_a=columns["log_a"],
+            floor=columns["floor"],
             bounds={delta: {form: columns[f"{delta}/{form}"] for form in FORMS} for delta in self.deltas},
         )
 

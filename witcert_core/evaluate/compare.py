@@ -48,6 +48,7 @@ def compare(records: Sequence[SampleRecord], about: Mapping[str, Any], *, resamp
 RANKING_SCORES: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "log_a_max": lambda meter: number(meter["log_a_max"]),
     "uncertified_share": lambda meter: 1 - meter["certified_cells"] / meter["cells_measured"],
+    "damaged_share": lambda meter: meter["damaged_cells"] / meter["cells_measured"],
 }
 """What a request's meter says in one number: the higher, the more likely its answer is lost."""
 
@@ -127,6 +128,7 @@ def _meter(group: Sequence[SampleRecord]) -> dict[str, Any] | None:
         "cells_unknown": sum(m["cells_unknown"] for m in meters),
         "certified_share": sum(m["certified_cells"] for m in meters) / measured if measured else None,
         "certified_any_query_share": sum(m["certified_any_query"] for m in meters) / measured if measured else None,
+        "damaged_share": sum(m["damaged_cells"] for m in meters) / measured if measured else None,
         "worst": max(worst) if worst else None,
         "audited": sum(m["audited"] for m in meters),
         "violations": sum(m["violations"] for m in meters),

@@ -46,7 +46,8 @@ def meter_of(summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """What is kept of a summary (schema witcert.request/1)."""
     if summary is None:
         return None
-    kept = {name: summary[name] for name in ("tier", "tau", "cells_measured", "cells_unknown", "certified_cells")}
+    counts = ("tier", "tau", "cells_measured", "cells_unknown", "certified_cells", "damaged_cells")
+    kept = {name: summary[name] for name in counts}
     beside = summary["tier_w_beside"]
     return {
         **kept,

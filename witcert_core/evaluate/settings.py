@@ -15,22 +15,30 @@ from witcert_core.policy_yaml import PolicyLoader
 
 Mode = Literal["raw", "gated", "exact"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+SKETCH_BITS = ("0", "2", "4", "8")
 EXACT = "none"
 """The quantizer that does nothing: what `exact` runs with."""
 
 
 @dataclass(frozen=True)
 class QuantizerSpec:
-    """A quantizer as written: `name` or `name:param=value,param=value`."""
+    """A quantizer as written: `name`, `name:param=value,param=value`, either with `@BITS` for residual sketches.
+
+    sketch_bits: `meter.sketch_bits`, None to leave it to the policy.
+    """
 
     label: str
     name: str
     params: Mapping[str, Any]
+    sketch_bits: int | None = None
 
 
 def parse_quantizer(text: str) -> QuantizerSpec:
     """Values are read as in a policy file, so `bits=4` is an integer; InputError for what is not so written."""
-    name, separator, rest = text.partition(":")
+    written, sketched, bits = text.partition("@")
+    if sketched and bits not in SKETCH_BITS:
+        raise InputError(f"quantizer {text!r}: @{bits} is no sketch; allowed are {', '.join(SKETCH_BITS)} bits")
+    name, separator, rest = written.partition(":")
     params: dict[str, Any] = {}
     for part in rest.split(",") if separator else []:
         key, given, value = part.partition("=")
@@ -40,7 +48,7 @@ def parse_quantizer(text: str) -> QuantizerSpec:
             params[key] = yaml.load(value, Loader=PolicyLoader)
         except yaml.YAMLError as error:
             raise InputError(f"quantizer {text!r}: {value!r} is no value") from error
-    return QuantizerSpec(text, name, params)
+    return QuantizerSpec(text, name, params, int(bits) if sketched else None)
 
 
 def parse_mode(text: str) -> Mode:
@@ -54,7 +62,8 @@ def parse_mode(text: str) -> Mode:
 def base_settings(path: Path | None, *, stride: int = 1, audit_every: int = 1) -> dict[str, Any]:
     """The sections of a policy file; without one, every row metered and audited."""
     if path is not None:
-        data = load_policy(path).model_dump()
+        load_policy(path)  # refuses what is wrong with it, by name
+        data: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=PolicyLoader)
         del data["quantizer"]
         return data
     return {"version": 1, "meter": {"stride": stride, "audit_every": audit_every}}
@@ -80,8 +89,10 @@ def build_policy(
     quantizer: dict[str, Any] = {"name": EXACT} if mode == "exact" else {"name": spec.name, "params": dict(spec.params)}
     if mode != "exact" and layers is not None:
         quantizer["layers"] = list(layers)
-    if mode == "exact" and meter.get("tier") == "dither":
-        meter["tier"] = "auto"
+    if spec.sketch_bits is not None and mode != "exact":
+        meter["sketch_bits"] = spec.sketch_bits
+    if mode == "exact":
+        meter |= {"tier": "auto", "sketch_bits": 0}
     try:
         return parse_policy({**data, "quantizer": quantizer, "gate": gate, "meter": meter}, f"quantizer {spec.label}")
     except PolicyError as error:

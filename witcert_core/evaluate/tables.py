@@ -38,6 +38,7 @@ def interval(found: Mapping[str, Any] | None, signed: bool = False) -> str:
     return f"{found['value']:{sign}.3f} [{found['low']:{sign}.3f}, {found['high']:{sign}.3f}]"
 
 
+SHOWN_RANKINGS = ("log_a_max", "uncertified_share")
 COMPARISON_COLUMNS = (
     "KV cache",
     "mode",
@@ -46,6 +47,7 @@ COMPARISON_COLUMNS = (
     "minus exact",
     "certified",
     "for any query",
+    "damaged",
     "worst",
     "violations",
     "repaired blocks",
@@ -72,10 +74,11 @@ def _comparison_row(row: Mapping[str, Any]) -> list[str]:
         interval(row["minus_exact"], signed=True),
         percent_down(meter["certified_share"]) if measured else "unknown",
         percent_down(meter["certified_any_query_share"]) if measured else "unknown",
+        percent_down(meter["damaged_share"]) if measured else "unknown",
         number_up(meter["worst"], 3) if measured else "unknown",
         f"{meter['violations']} of {meter['audited']}" if measured else "-",
         "-" if repairs is None else f"{repairs['blocks_median']:g} (max {repairs['blocks_max']})",
         "-" if repairs is None else format_bytes(repairs["bytes_total"]),
         "-" if ranking is None else str(ranking["log_a_max"]["lost"]),
-        *("-" if ranking is None else interval(ranking[name]["auroc"]) for name in ("log_a_max", "uncertified_share")),
+        *("-" if ranking is None else interval(ranking[name]["auroc"]) for name in SHOWN_RANKINGS),
     ]

@@ -30,9 +30,9 @@ def trust_of(
     lost = [known.right and not found.right for known, found in zip(exact, outcomes, strict=True)]
     return {
         "cells": len(table),
-        "violations": int((table.tv > meter).sum()),
+        "violations": int(((table.tv > meter) | (table.tv < table.floor)).sum()),
         "looseness": looseness(meter, table.tv),
-        "verdicts": verdicts(meter, table.tv),
+        "verdicts": verdicts(meter, table.floor, table.tv),
         "samples": len(outcomes),
         "lost": sum(lost),
         "ranking": {
@@ -64,8 +64,11 @@ def looseness(meter: Tensor, tv: Tensor) -> list[dict[str, Any]]:
     return rows
 
 
-def verdicts(meter: Tensor, tv: Tensor) -> dict[str, Any]:
-    """Of the cells within tau, those certified (what looseness costs); of the ones above tau, those flagged (all)."""
+def verdicts(meter: Tensor, floor: Tensor, tv: Tensor) -> dict[str, Any]:
+    """Of the cells within tau, those certified; of the ones above it, those certified (none) and those proved damaged.
+
+    A cell that is neither certified nor proved damaged is one the meter leaves open.
+    """
     harmless, certified = tv <= TAU, meter <= TAU
     return {
         "tau": TAU,
@@ -73,20 +76,27 @@ def verdicts(meter: Tensor, tv: Tensor) -> dict[str, Any]:
         "harmless_certified": int((harmless & certified).sum()),
         "damaged": int((~harmless).sum()),
         "damaged_certified": int((~harmless & certified).sum()),
+        "damaged_proved": int((floor > TAU).sum()),
     }
 
 
 def ranking_scores(table: CellTable, num_samples: int) -> dict[str, list[float]]:
-    """One number a sample from the meter alone: largest and mean `log A`, and the share of cells not certified."""
+    """One number a sample from the meter alone: largest and mean `log A`, shares not certified and proved damaged."""
     meter = table.bounds[WITNESS][METER]
-    largest, mean, uncertified = [], [], []
+    largest, mean, uncertified, damaged = [], [], [], []
     for number in range(num_samples):
         own = table.sample == number
         log_a = table.log_a[own]
         largest.append(float(log_a.max()) if log_a.numel() else 0.0)
         mean.append(float(log_a.mean()) if log_a.numel() else 0.0)
         uncertified.append(float((meter[own] > TAU).double().mean()) if log_a.numel() else 0.0)
-    return {"log_a_max": largest, "log_a_mean": mean, "uncertified_share": uncertified}
+        damaged.append(float((table.floor[own] > TAU).double().mean()) if log_a.numel() else 0.0)
+    return {
+        "log_a_max": largest,
+        "log_a_mean": mean,
+        "uncertified_share": uncertified,
+        "damaged_share": damaged,
+    }
 
 
 def points(meter: Tensor, tv: Tensor) -> dict[str, list[float]]:
@@ -100,12 +110,13 @@ TRUST_COLUMNS = (
     "cells",
     "violations",
     "within tau, certified",
-    "above tau, certified",
+    "above tau: certified, proved",
     "meter / TV at TV .01 to .2",
     "answers lost",
     "AUROC of largest log A",
     "AUROC of mean log A",
     "AUROC of the uncertified share",
+    "AUROC of the damaged share",
 )
 
 
@@ -121,7 +132,7 @@ def trust_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
                 str(result["cells"]),
                 str(result["violations"]),
                 f"{said['harmless_certified']} of {said['harmless']}",
-                f"{said['damaged_certified']} of {said['damaged']}",
+                f"{said['damaged_certified']}, {said['damaged_proved']} of {said['damaged']}",
                 " and ".join(f"{ratio[1]:.1f}" for ratio in ratios) or "-",
                 f"{result['lost']} of {result['samples']}",
                 *(interval(area) for area in result["ranking"].values()),
