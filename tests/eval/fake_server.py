@@ -1,4 +1,4 @@
-"""A server that speaks the routes an evaluation needs: `fake_server.py MODEL --host H --port P [--broken HOW]`.
+"""A server that speaks the routes an evaluation needs: `fake_server.py MODEL --host H --port P`, `--broken`, `--place`.
 
 Its answers are "wrong" under a policy that only observes and "key v1 v2" echoed from the prompt otherwise.
 """
@@ -67,11 +67,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         raw = policy is not None and policy["gate"]["kind"] == "observe"
-        metadata = None if policy is None or broken == "silent" else {"witcert": [summary()]}
+        found = None if policy is None or broken == "silent" else {"witcert": [summary()]}
+        place = options.get("--place", "metadata")
         if broken == "refusing":
             self.reply({}, 500)
         else:
-            self.reply({"choices": [{"text": "wrong" if raw else answer(body["prompt"])}], "metadata": metadata})
+            self.reply({"choices": [{"text": "wrong" if raw else answer(body["prompt"])}], place: found})
 
     def log_message(self, *_args: object) -> None:
         """Quiet."""

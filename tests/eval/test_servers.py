@@ -67,6 +67,13 @@ def test_a_server_that_fails_is_one_line_and_no_process(how, why, tmp_path: Path
     assert not fakes()
 
 
+def test_summaries_are_found_where_vllm_puts_them(tmp_path: Path):
+    options = ["--quantizers", "fp8_e4m3_cast", "--modes", "gated", "--server-options", "--place kv_transfer_params"]
+    assert main(command(tmp_path, *options)) == 0
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert row["meter"]["cells_measured"] == 50
+
+
 def test_an_unknown_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = ["eval", "ruler", "--model", str(CHECKPOINT), "--quantizers", "none", "--out", str(tmp_path)]
     assert main([*options, "--engine", "llama.cpp", "--no-plot"]) == 2

@@ -17,6 +17,8 @@ from engine import HEADS, LAYERS, write_policy
 from servers import running_server
 from witcert_demo.servers import Server
 
+from witcert_core.cli import main
+
 pytestmark = pytest.mark.vllm
 
 
@@ -123,3 +125,13 @@ def test_banner_and_status(server: Server) -> None:
     status = fetch(server, "/witcert/status").json()
     assert status["layers_metered"] == [0, 1, 2, 3]
     assert status["bytes_witness"] > 0
+
+
+def test_an_evaluation_asks_the_running_server(server: Server, tmp_path: Path) -> None:
+    """`witcert eval ruler --url`: what is metered is read from the server, lengths from the model it serves."""
+    command = ["eval", "ruler", "--url", server.url, "--tasks", "multi_key,multi_query", "--lengths", "128"]
+    assert main([*command, "--samples", "2", "--no-plot", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert (row["quantizer"], row["mode"], row["engines"]) == ("fp8_e4m3_cast", "raw", ["vllm"])
+    assert row["score"]["count"] == 4
+    assert row["meter"]["audited"] == row["meter"]["cells_measured"] > 0 == row["meter"]["violations"]

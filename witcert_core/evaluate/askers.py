@@ -112,12 +112,12 @@ class UrlAsker:
         except self._errors as error:
             raise UnsupportedError(f"{self.url}: asking {request_id} failed: {error}") from error
         data = response.json()
-        summaries = (data.get("metadata") or {}).get("witcert") or [None]
-        if self.status is not None and summaries[0] is None:
+        summary = summary_of(data)
+        if self.status is not None and summary is None:
             raise UnsupportedError(
                 f"{self.url}: is metered but returned no summary; set report.per_request to true in its policy"
             )
-        return Reply(data["choices"][0]["text"], summaries[0])
+        return Reply(data["choices"][0]["text"], summary)
 
     def _get(self, route: str) -> Any:
         try:
@@ -134,3 +134,13 @@ class UrlAsker:
         except self._errors as error:
             raise InputError(f"{self.url}/witcert/status: {error}") from error
         return response.json() if response.status_code == 200 else None
+
+
+def summary_of(answer: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The summary of an answer's first choice: on its `metadata` (SGLang) or `kv_transfer_params` (vLLM)."""
+    for place in ("metadata", "kv_transfer_params"):
+        found = (answer.get(place) or {}).get("witcert")
+        first = found[0] if isinstance(found, list) and found else found
+        if isinstance(first, dict):
+            return first
+    return None
