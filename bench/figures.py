@@ -30,11 +30,11 @@ from witcert_core.evaluate.records import write_json
 from witcert_core.evaluate.ruler_run import RulerRun, evaluate
 from witcert_core.evaluate.settings import MODES, parse_quantizer
 
-QUANTIZERS = ("fp8_e4m3_cast", "int4_token_group", "int8_token_group", "int8_dither")
+QUANTIZERS = ("fp8_e4m3_cast", "int4_token_group", "int8_dither")
 COVERED = ("int8_dither", "int8_dither_w", "int8_token_group", "int4_token_group", "int4_token_group@4")
 TRUSTED = (*QUANTIZERS, "int4_token_group@4")
-NUM_TOKENS, SEED, PER_TASK = 512, 11, 8
-PER_TASK_TRUST = 24
+NUM_TOKENS, SEED, PER_TASK = 512, 11, 6
+PER_TASK_TRUST = 16
 DELTAS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
 EIGHT_B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 MEMORY = 40 * 10**9
@@ -66,7 +66,7 @@ def make_coverage(models: Models, console: Console) -> dict[str, Any]:
     """Bounds on the same radii, of the original and of the twin."""
     found: dict[str, Any] = {}
     for name, path in models.items():
-        inputs = inputs_of(path, PER_TASK // 2)
+        inputs = inputs_of(path, 4)
         specs = [parse_quantizer(quantizer) for quantizer in COVERED]
         result = analyses.analyse_coverage(inputs, specs, DELTAS, console)
         if name == "twin":
