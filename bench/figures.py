@@ -33,9 +33,9 @@ from witcert_core.evaluate.settings import MODES, parse_quantizer
 QUANTIZERS = ("fp8_e4m3_cast", "int4_token_group", "int8_dither")
 COVERED = ("int8_dither", "int8_dither_w", "int8_token_group", "int4_token_group", "int4_token_group@4")
 TRUSTED = (*QUANTIZERS, "int4_token_group@4")
-NUM_TOKENS, SEED, PER_TASK = 512, 11, 6
-PER_TASK_TRUST = 16
-DELTAS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
+NUM_TOKENS, SEED = 512, 11
+PER_TASK, PER_TASK_COVERAGE, PER_TASK_TRUST, PER_TASK_LAYERS = 4, 3, 16, 6
+DELTAS = (1e-1, 1e-2, 1e-4, 1e-6)
 EIGHT_B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 MEMORY = 40 * 10**9
 
@@ -66,9 +66,9 @@ def make_coverage(models: Models, console: Console) -> dict[str, Any]:
     """Bounds on the same radii, of the original and of the twin."""
     found: dict[str, Any] = {}
     for name, path in models.items():
-        inputs = inputs_of(path, 4)
+        inputs = inputs_of(path, PER_TASK_COVERAGE)
         specs = [parse_quantizer(quantizer) for quantizer in COVERED]
-        result = analyses.analyse_coverage(inputs, specs, DELTAS, console)
+        result = analyses.analyse_coverage(inputs, specs, DELTAS if name == "twin" else DELTAS[1:2], console)
         if name == "twin":
             analyses.write_coverage(result, FIGURES, console, plot=True)
         for measured in result["quantizers"].values():  # what is drawn or shown
@@ -95,7 +95,7 @@ def make_trust(models: Models, console: Console) -> dict[str, Any]:
 
 def make_layers(models: Models, console: Console) -> dict[str, Any]:
     """One layer at a time, all, prefixes, on the twin."""
-    inputs = inputs_of(models["twin"], PER_TASK)
+    inputs = inputs_of(models["twin"], PER_TASK_LAYERS)
     result = analyses.analyse_layers(inputs, [parse_quantizer(name) for name in QUANTIZERS], console)
     analyses.write_layers(result, FIGURES, console, plot=True)
     return result

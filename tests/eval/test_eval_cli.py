@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from witcert_demo.tasks import make_samples
 
 from witcert_core.cli import main
@@ -139,6 +140,22 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert main(["eval", "ruler", "--model", "x", "--quantizers", "none", "--out", str(tmp_path)]) == 2
     assert "pip install 'witcert[eval]'" in capsys.readouterr().err
+
+
+def test_a_model_that_reads_english_gets_english_tasks(tmp_path: Path, bpe: PreTrainedTokenizerFast):
+    """An untrained model: its answers are worth nothing, but everything about them is measured."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+    config = LlamaConfig(vocab_size=len(bpe), eos_token_id=None, **sizes, **heads)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    bpe.save_pretrained(tmp_path / "model")
+    command = ["eval", "ruler", "--model", str(tmp_path / "model"), "--quantizers", "int8_dither", "--no-plot"]
+    command += ["--modes", "raw,exact", "--tasks", "question_answering", "--lengths", "512,600", "--samples", "1"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    records = read_records(tmp_path / "out" / "samples.jsonl")
+    assert [(r.mode, r.num_tokens) for r in records] == [("raw", 512), ("raw", 600), ("exact", 512), ("exact", 600)]
+    assert all(r.meter is not None and r.meter["cells_measured"] == 23 * 2 * 2 for r in records)
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["source"] == "natural"
 
 
 def record(quantizer: str, mode: str, index: int, score: float, log_a: float | str = 1.0) -> SampleRecord:

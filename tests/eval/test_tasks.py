@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from random import Random
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from witcert_demo.run import CHECKPOINT
 from witcert_demo.score import exact_match_text
@@ -18,19 +16,6 @@ from witcert_demo.tasks import make_samples
 from witcert_core.errors import InputError, PluginError
 from witcert_core.evaluate.ruler import MAKERS, MIN_TOKENS, NATURAL
 from witcert_core.evaluate.tasks import EvalSample, choose_source, choose_tasks, score, task_sources
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def bpe() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of 1000 pieces, trained on the documentation."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=1000, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([(ROOT / "docs" / "meter.md").read_text()], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.fixture(scope="module")
