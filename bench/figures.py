@@ -29,8 +29,11 @@ from witcert_core.evaluate.plots import plot_comparison
 from witcert_core.evaluate.records import write_json
 from witcert_core.evaluate.ruler_run import RulerRun, evaluate
 from witcert_core.evaluate.settings import MODES, parse_quantizer
+from witcert_core.hooks import quantizer_registry
 
 QUANTIZERS = ("fp8_e4m3_cast", "int4_token_group", "int8_dither")
+COMPARED = ("fp8_e4m3_cast", "fp8_calibrated", "int4_token_group", "nvfp4", "kivi:bits=4", "kvquant", "rotated")
+COMPARED += ("int8_dither",)
 COVERED = ("int8_dither", "int8_dither_w", "int8_token_group", "int4_token_group", "int4_token_group@4")
 TRUSTED = (*QUANTIZERS, "int4_token_group@4")
 NUM_TOKENS, SEED = 512, 11
@@ -43,15 +46,16 @@ Models = Mapping[str, str]
 
 
 def make_ruler(models: Models, console: Console) -> dict[str, Any]:
-    """Answers of the twin: raw, gated, exact."""
+    """Answers of the twin: raw, gated, exact; bytes of a token and KV head at head_dim 128."""
+    specs = [parse_quantizer(name) for name in COMPARED]
     with tempfile.TemporaryDirectory() as scratch:
         wanted = RulerRun(
             model=models["twin"],
             url=None,
-            quantizers=[parse_quantizer(name) for name in QUANTIZERS],
+            quantizers=specs,
             modes=MODES,
             tasks=(),
-            lengths=(NUM_TOKENS,),
+            lengths=(NUM_TOKENS // 2,),
             samples=PER_TASK,
             out=Path(scratch),
             seed=SEED,
@@ -59,7 +63,8 @@ def make_ruler(models: Models, console: Console) -> dict[str, Any]:
         )
         found = evaluate(wanted, console)
     plot_comparison(found, FIGURES / "ruler.svg")
-    return found
+    quantizers = {spec.label: quantizer_registry().get(spec.name, spec.params) for spec in specs}
+    return {**found, "bytes": {label: made.bytes_per_token_head(128) for label, made in quantizers.items()}}
 
 
 def make_coverage(models: Models, console: Console) -> dict[str, Any]:

@@ -133,7 +133,11 @@ def test_trust_of_made_up_cells():
     assert row["cells"] == 2
     assert row["ratio"][1] == pytest.approx((0.2 / 0.02 + 0.12 / 0.04) / 2)
     assert sum(row["cells"] for row in found["looseness"]) == 6
-    assert len(trust.trust_rows({"q": found})[0]) == len(trust.TRUST_COLUMNS)
+    every = trust.pooled([(table, [outcome(True)] * 4), (table, [outcome(False)] * 4)], exact, OPTIONS)
+    assert (every["samples"], every["lost"]) == (8, 3)
+    assert every["ranking"]["log_a_max"]["value"] == pytest.approx((2.5 + 4.5 + 3.5) / 15)
+    rows = trust.trust_rows({"quantizers": {"q": found}, "pooled": every})
+    assert [len(row) for row in rows] == [len(trust.TRUST_COLUMNS)] * 2
 
 
 def test_layers_are_contaminated_one_by_one_and_together(twin: LoadedModel):

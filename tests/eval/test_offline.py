@@ -86,12 +86,16 @@ def test_quantized_answers_are_those_of_the_demonstrations_reference(original: L
     assert summary["audit"]["cells"] == summary["cells_measured"] > 0 == summary["audit"]["violations"]
 
 
-def test_decoding_writes_what_forcing_expects(twin: LoadedModel):
-    (sample,) = make_samples("variable_tracking", 256, 1, 5)
-    engine = OfflineEngine(twin, policy("int4_token_group"), 300)
+@pytest.mark.parametrize("name", ["int4_token_group", "kivi"])
+def test_decoding_writes_what_forcing_expects(twin: LoadedModel, name: str):
+    """`kivi` closes groups of 32 tokens while it decodes."""
+    (sample,) = make_samples("variable_tracking", 251, 1, 5)
+    engine = OfflineEngine(twin, policy(name), 300)
     answer = engine.generate("a", sample.prompt_ids, 16)
-    logits, _ = engine.force("b", sample.prompt_ids, answer.ids)
+    logits, summary = engine.force("b", sample.prompt_ids, answer.ids)
     assert logits.argmax(-1).tolist() == answer.ids
+    for forced, decoded in zip(summary["worst_by_layer_head"], answer.summary["worst_by_layer_head"], strict=True):
+        assert forced == pytest.approx(decoded, rel=1e-4)
     assert answer.summary["finish_reason"] == "stop"
     jsonschema.validate(answer.summary, load_schema("request"))
     assert answer.summary["engine"] == "offline"

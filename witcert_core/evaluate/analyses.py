@@ -70,15 +70,17 @@ def analyse_trust(inputs: Inputs, specs: Sequence[QuantizerSpec], console: Conso
     samples = inputs.samples
     engine = OfflineEngine(inputs.loaded, hasty_policy(specs[0], ()), room(samples))
     exact = [force(engine, sample, f"sample-{i}") for i, sample in enumerate(samples)]
-    results = {}
+    results, parts = {}, []
     with progress_bar(console) as progress:
         bar = progress.add_task("trust", total=len(specs))
         for spec in specs:
             table, outcomes = collect(inputs.loaded, spec, samples, ())
             results[spec.label] = trust.trust_of(table, outcomes, exact, inputs.options)
+            parts.append((table, outcomes))
             progress.advance(bar)
     about = {**inputs.about, "exact_right": sum(outcome.right for outcome in exact)}
-    return {"schema": trust.SCHEMA, "about": about, "quantizers": results}
+    every = trust.pooled(parts, exact, inputs.options)
+    return {"schema": trust.SCHEMA, "about": about, "quantizers": results, "pooled": every}
 
 
 def analyse_layers(inputs: Inputs, specs: Sequence[QuantizerSpec], console: Console) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def write_coverage(found: Mapping[str, Any], out: Path, console: Console, *, plo
 
 def write_trust(found: Mapping[str, Any], out: Path, console: Console, *, plot: bool) -> None:
     """`trust.json`, `.md` and `.svg`."""
-    _write(found, "trust", trust.TRUST_COLUMNS, trust.trust_rows(found["quantizers"]), out, console)
+    _write(found, "trust", trust.TRUST_COLUMNS, trust.trust_rows(found), out, console)
     if plot:
         trust.plot_trust(found["quantizers"], out / "trust.svg")
 

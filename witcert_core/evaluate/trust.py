@@ -20,6 +20,7 @@ SCHEMA = "witcert.trust/1"
 TAU = 0.2
 TV_BINS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.2, 1.0)
 MOST_POINTS = 1500
+TRUTH = "true_tv_mean"
 
 
 def trust_of(
@@ -27,7 +28,7 @@ def trust_of(
 ) -> dict[str, Any]:
     """Of one quantizer, deterministic tier: looseness by true TV, what the meter's verdicts were worth, ranking."""
     meter = table.bounds[WITNESS][METER]
-    lost = [known.right and not found.right for known, found in zip(exact, outcomes, strict=True)]
+    lost = lost_answers(outcomes, exact)
     return {
         "cells": len(table),
         "violations": int(((table.tv > meter) | (table.tv < table.floor)).sum()),
@@ -35,12 +36,33 @@ def trust_of(
         "verdicts": verdicts(meter, table.floor, table.tv),
         "samples": len(outcomes),
         "lost": sum(lost),
-        "ranking": {
-            name: None if (area := auroc_interval(score, lost, **options)) is None else area.as_dict()
-            for name, score in ranking_scores(table, len(outcomes)).items()
-        },
+        "ranking": ranking(ranking_scores(table, len(outcomes)), lost, options),
         "points": points(meter, table.tv),
     }
+
+
+def lost_answers(outcomes: Sequence[Forced], exact: Sequence[Forced]) -> list[bool]:
+    """Answers that greedy decoding writes from the exact cache and not from this one."""
+    return [known.right and not found.right for known, found in zip(exact, outcomes, strict=True)]
+
+
+def ranking(scores: Mapping[str, list[float]], lost: list[bool], options: Mapping[str, int]) -> dict[str, Any]:
+    """AUROC of each score against the lost answers; None where all or none is lost."""
+    found = {name: auroc_interval(score, lost, **options) for name, score in scores.items()}
+    return {name: None if area is None else area.as_dict() for name, area in found.items()}
+
+
+def pooled(
+    parts: Sequence[tuple[CellTable, Sequence[Forced]]], exact: Sequence[Forced], options: Mapping[str, int]
+) -> dict[str, Any]:
+    """The ranking over the samples of several caches together: does the score say which cache loses which answer?"""
+    lost: list[bool] = []
+    scores: dict[str, list[float]] = {}
+    for table, outcomes in parts:
+        lost += lost_answers(outcomes, exact)
+        for name, score in ranking_scores(table, len(outcomes)).items():
+            scores[name] = scores.get(name, []) + score
+    return {"samples": len(lost), "lost": sum(lost), "ranking": ranking(scores, lost, options)}
 
 
 def looseness(meter: Tensor, tv: Tensor) -> list[dict[str, Any]]:
@@ -81,22 +103,21 @@ def verdicts(meter: Tensor, floor: Tensor, tv: Tensor) -> dict[str, Any]:
 
 
 def ranking_scores(table: CellTable, num_samples: int) -> dict[str, list[float]]:
-    """One number a sample from the meter alone: largest and mean `log A`, shares not certified and proved damaged."""
-    meter = table.bounds[WITNESS][METER]
-    largest, mean, uncertified, damaged = [], [], [], []
-    for number in range(num_samples):
-        own = table.sample == number
-        log_a = table.log_a[own]
-        largest.append(float(log_a.max()) if log_a.numel() else 0.0)
-        mean.append(float(log_a.mean()) if log_a.numel() else 0.0)
-        uncertified.append(float((meter[own] > TAU).double().mean()) if log_a.numel() else 0.0)
-        damaged.append(float((table.floor[own] > TAU).double().mean()) if log_a.numel() else 0.0)
-    return {
-        "log_a_max": largest,
-        "log_a_mean": mean,
-        "uncertified_share": uncertified,
-        "damaged_share": damaged,
+    """One number a sample: largest and mean `log A`, the shares not certified and proved damaged; and, which no meter
+    knows, the mean of the true TV: no ranking by attention can be expected to do better."""
+    columns = {
+        "log_a_mean": table.log_a,
+        "uncertified_share": (table.bounds[WITNESS][METER] > TAU).double(),
+        "damaged_share": (table.floor > TAU).double(),
+        TRUTH: table.tv,
     }
+    owned = [table.sample == number for number in range(num_samples)]
+    largest = [float(table.log_a[own].max()) if bool(own.any()) else 0.0 for own in owned]
+    means = {
+        name: [float(column[own].mean()) if bool(own.any()) else 0.0 for own in owned]
+        for name, column in columns.items()
+    }
+    return {"log_a_max": largest, **means}
 
 
 def points(meter: Tensor, tv: Tensor) -> dict[str, list[float]]:
@@ -117,13 +138,14 @@ TRUST_COLUMNS = (
     "AUROC of mean log A",
     "AUROC of the uncertified share",
     "AUROC of the damaged share",
+    "AUROC of the true TV",
 )
 
 
-def trust_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """A line a quantizer."""
+def trust_rows(found: Mapping[str, Any]) -> list[list[str]]:
+    """A line a quantizer, and one for all of them together."""
     rows = []
-    for name, result in results.items():
+    for name, result in found["quantizers"].items():
         said = result["verdicts"]
         ratios = [row["ratio"] for row in result["looseness"] if row["tv_above"] in (0.01, 0.05) and row["ratio"]]
         rows.append(
@@ -138,7 +160,9 @@ def trust_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
                 *(interval(area) for area in result["ranking"].values()),
             ]
         )
-    return rows
+    every = found["pooled"]
+    lost = f"{every['lost']} of {every['samples']}"
+    return [*rows, ["all together", *["-"] * 5, lost, *(interval(area) for area in every["ranking"].values())]]
 
 
 def plot_trust(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
