@@ -83,7 +83,7 @@ def ruler_block(found: Mapping[str, Any]) -> str:
         meter, repairs = row["meter"], row["repairs"]
         rows.append(
             [
-                f"`{row['quantizer']}`",
+                row["quantizer"],
                 row["mode"],
                 interval(row["score"]),
                 f"{row['zero_scores']} of {row['score']['count']}",
@@ -147,7 +147,7 @@ def readme_block(results: Results) -> str:
         raw, gated = ruler[name, "raw"], ruler[name, "gated"]
         rows.append(
             [
-                f"`{name}`",
+                name,
                 f"{size / BYTES_16_BIT:.0%}",
                 f"{raw['score']['value']:.2f}",
                 percent_down(raw["meter"]["certified_any_query_share"]),
@@ -163,7 +163,7 @@ def readme_block(results: Results) -> str:
     at = {name: results["coverage"][name]["quantizers"]["int8_dither"]["at_tau"] for name in ("original", "twin")}
     return (
         f"{markdown_table(columns, rows)}\n\nThe outlier twin, {exact['count']} questions, exact cache "
-        f"{exact['value']:.2f}; certified: share of cells at τ = 0.2 for any query; repaired blocks: median of a "
+        f"{exact['value']:.2f}; certified: share of cells at the default τ, for any query; repaired blocks: median of a "
         f"request, of {blocks} in its prompt. On the same radii of `int8_dither` the published form certifies "
         f"{percent_down(at['original']['0.01']['eform'])} of the cells, the meter "
         f"{percent_down(at['original']['0.01']['meter'])} (original model, δ = 0.01; twin: "
