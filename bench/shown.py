@@ -163,8 +163,8 @@ def readme_block(results: Results) -> str:
     at = {name: results["coverage"][name]["quantizers"]["int8_dither"]["at_tau"] for name in ("original", "twin")}
     return (
         f"{markdown_table(columns, rows)}\n\nThe outlier twin, {exact['count']} questions, exact cache "
-        f"{exact['value']:.2f}; certified: share of cells at the default τ, for any query; repaired blocks: median of a "
-        f"request, of {blocks} in its prompt. On the same radii of `int8_dither` the published form certifies "
+        f"{exact['value']:.2f}; certified: share of cells at the default τ, for any query; repaired blocks: median of "
+        f"a request, of {blocks} in its prompt. On the same radii of `int8_dither` the published form certifies "
         f"{percent_down(at['original']['0.01']['eform'])} of the cells, the meter "
         f"{percent_down(at['original']['0.01']['meter'])} (original model, δ = 0.01; twin: "
         f"{percent_down(at['twin']['0.01']['eform'])} and {percent_down(at['twin']['0.01']['meter'])})."
