@@ -15,6 +15,7 @@ import witcert_vllm
 import yaml
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.v1.attention import selector
 
 LAYERS, HEADS = 4, 4
 Cells = dict[tuple[int, int, int], float]
@@ -80,6 +81,7 @@ def running_engine(model: Path, work: Path, policy: dict[str, Any], **options: A
     report = {"jsonl": str(jsonl), "cells": "all"}
     os.environ["WITCERT_POLICY"] = str(write_policy(work / "policy.yaml", **{"report": report, **policy}))
     witcert_vllm.load()
+    selector._cached_get_attn_backend.cache_clear()  # the backend depends on the policy
     fixed = {"dtype": "float32", "max_model_len": 1024, "gpu_memory_utilization": 0.3, "enforce_eager": True}
     llm = LLM(model=str(model), **{**fixed, "kv_cache_memory_bytes": 16 << 20, **options})
     try:

@@ -15,8 +15,11 @@ READABLE_ISA = ("vec", "vec16")
 
 
 @functools.cache
-def metered(base: type[Any]) -> type[Any]:
-    """A subclass of the backend class `base` whose layers hand every attention call of a real pass to the runtime."""
+def metered(base: type[Any], own_pages: bool = False) -> type[Any]:
+    """A subclass of the backend class `base` whose layers hand every attention call of a real pass to the runtime.
+
+    own_pages: the cache is packed, so the stock implementation can neither read nor write it and is never called.
+    """
     impl_base: Any = base.get_impl_cls()
     builder_base: Any = base.get_builder_cls()
     separate_write = not base.forward_includes_kv_cache_update
@@ -39,7 +42,7 @@ def metered(base: type[Any]) -> type[Any]:
             self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
         ) -> None:
             """Outside a pass vLLM's own; in one the write waits for `forward`, where what is written is decided."""
-            if not process.in_pass():
+            if not process.in_pass() and not own_pages:
                 super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
         def forward(
@@ -56,6 +59,8 @@ def metered(base: type[Any]) -> type[Any]:
         ) -> Tensor:
             attend = super().forward
             if attn_metadata is None or not process.in_pass():
+                if own_pages:
+                    return output.zero_()
                 return attend(
                     layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
                 )

@@ -18,7 +18,13 @@ def __getattr__(name: str) -> Any:
     if name not in STOCK:
         raise AttributeError(f"no metered backend {name!r}")
     from witcert_vllm.attention import metered
+    from witcert_vllm.packed import packed_backend
+    from witcert_vllm.plugin import current
 
-    cls = metered(resolve_obj_by_qualname(STOCK[name]))
+    installation = current()
+    packed = installation.policy.quantizer.storage == "packed"
+    cls = metered(resolve_obj_by_qualname(STOCK[name]), own_pages=packed)
+    if packed:
+        cls = packed_backend(cls, installation.quantizer)
     cls.__module__, cls.__qualname__ = __name__, name  # the path by which vLLM finds it again
     return cls

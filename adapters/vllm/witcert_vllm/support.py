@@ -98,9 +98,11 @@ def check_config(config: Any, policy: Policy) -> None:
             f"a gate that repairs on device {device!r}: repairs have only been done on the CPU; "
             "set gate.kind to 'observe'"
         )
-    if policy.quantizer.storage == "packed":
+    if policy.quantizer.storage == "packed" and (device != "cpu" or config.cache_config.cache_dtype != "auto"):
         raise UnsupportedError(
-            "quantizer.storage is 'packed', which witcert-vllm does not have yet; set it to 'simulated'"
+            f"quantizer.storage: packed on device {device!r} with --kv-cache-dtype {config.cache_config.cache_dtype}: only "
+            "the CPU's reference attention reads codes, and vLLM must keep the pages plain; use --kv-cache-dtype auto on a "
+            "CPU, or set quantizer.storage to 'simulated'"
         )
     if config.parallel_config.worker_cls not in WORKERS:
         raise UnsupportedError(

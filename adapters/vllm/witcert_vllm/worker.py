@@ -11,11 +11,13 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from witcert_core.serving.banner import banner
 from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.packed import PackedStorage
 from witcert_core.serving.rotary import rotary_tables
 from witcert_core.serving.runtime import Cache
 from witcert_core.serving.simulated import SimulatedCache
 from witcert_vllm import process, support
 from witcert_vllm.geometry import layer_ids, read_geometry
+from witcert_vllm.packed import layout_of, packed_layer
 from witcert_vllm.plugin import Installation, current
 from witcert_vllm.pool import PagePool, check_layout, cpu_views, plain_views
 from witcert_vllm.ranks import tensor_ranks
@@ -87,13 +89,16 @@ def build_runtime(installation: Installation, vllm_config: Any, model: Any) -> V
     ids = layer_ids(list(layers))
     ranks = tensor_ranks()
     geometry = read_geometry(vllm_config, layers, first.kv_cache.shape[0] * block_size, ranks.rank, ranks.size)
-    pool = page_pool(layers, ids, block_size)
-
-    def make_cache(encoder: Encoder) -> Cache:
-        return SimulatedCache(policy, geometry, pool, encoder)
-
-    check_layouts(pool, layers, ids)
     quantizer, tables = installation.quantizer, None
+    make_cache: Callable[[Encoder], Cache]
+    if policy.quantizer.storage == "packed":
+        layout = layout_of(quantizer, geometry.head_dim)
+        buffers = {ids[name]: packed_layer(layer.kv_cache, layout) for name, layer in layers.items()}
+        make_cache = functools.partial(PackedStorage, policy, geometry, buffers)
+    else:
+        pool = page_pool(layers, ids, block_size)
+        check_layouts(pool, layers, ids)
+        make_cache = functools.partial(SimulatedCache, policy, geometry, pool)
     if quantizer.space == "pre_rope":
         quantized = set(policy.quantizer.layers_of(geometry.layers))
         wanted = {name: layer for name, layer in ids.items() if layer in quantized}

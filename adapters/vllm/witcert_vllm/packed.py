@@ -1,0 +1,68 @@
+"""vLLM's cache as a packed INT8 cache: what vLLM is told of a token's bytes, and its pages as codes and scales.
+
+Pages are `[BLOCKS, N, Hkv, bytes]` in memory, so a slot's heads follow one another and slots are rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.layout import KVLayout
+from witcert_core.packed import PackedLayer
+from witcert_core.quantizers.base import Quantizer
+
+
+def layout_of(quantizer: Quantizer, head_dim: int) -> KVLayout:
+    """The bytes of a token and KV head, 272 at head_dim 128; UnsupportedError if scales would lie at odd addresses."""
+    layout = KVLayout(head_dim, stored_witness=quantizer.stored_witness)
+    places = [layout.fields()[name][0] for name in ("k_scales", "v_scales")]
+    if any(place % 2 for place in (*places, layout.bytes_per_token_head)):
+        raise UnsupportedError(
+            f"quantizer.name {quantizer.name!r} packed at head_dim {head_dim}: its {-(-head_dim // 32)} witness bytes "
+            "would put the scales at odd addresses; use int8_dither, or quantizer.storage: simulated"
+        )
+    return layout
+
+
+def packed_backend(base: type[Any], quantizer: Quantizer) -> type[Any]:
+    """The backend class `base` with pages of codes and scales."""
+
+    class Packed(base):  # type: ignore[misc]
+        @classmethod
+        def customize_spec(cls, spec: Any) -> Any:
+            """vLLM computes capacity from these bytes, and says so in its log."""
+            size = layout_of(quantizer, spec.head_size).bytes_per_token_head
+            return replace(spec, dtype=torch.int8, state_content_bytes=size)
+
+        @classmethod
+        def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+            return (KVCacheLayout.LBNHC,)
+
+    return Packed
+
+
+def packed_layer(kv_cache: Tensor, layout: KVLayout) -> PackedLayer:
+    """The buffers inside a layer's cache [BLOCKS, Hkv, N, bytes] int8; every slot is marked as never written."""
+    rows = kv_cache.transpose(1, 2)
+    if not rows.is_contiguous():
+        raise UnsupportedError("vLLM did not lay its pages out by slot, so they cannot be packed; unset WITCERT_POLICY")
+    slots = rows.view(-1, *rows.shape[2:])
+    fields = layout.fields()
+
+    def part(name: str, dtype: torch.dtype = torch.int8) -> Tensor:
+        first, size = fields[name]
+        return slots[..., first : first + size].view(dtype)
+
+    witness = part("k_witness", torch.uint8) if "k_witness" in fields else None
+    scales = part("k_scales", torch.float16), part("v_scales", torch.float16)
+    for scale in scales:
+        scale.fill_(float("inf"))  # nothing written: the radius is unknown
+    if witness is not None:
+        witness.fill_(255)
+    return PackedLayer(part("k_codes"), part("v_codes"), *scales, witness)

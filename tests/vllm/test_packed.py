@@ -1,0 +1,93 @@
+"""The packed INT8 cache in vLLM's own pages: its bytes, its capacity, its answers and its bounds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import prompts
+from engine import Engine, running_engine
+from transformers import LlamaConfig, LlamaForCausalLM
+from witcert_vllm.packed import layout_of
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.quantizers import REGISTRY
+
+pytestmark = pytest.mark.vllm
+
+METER = {"stride": 1, "audit_every": 1, "max_rows": 4}
+
+
+def policy(name: str, storage: str, reads: str = "chunk_exact", **sections: object) -> dict[str, object]:
+    quantizer = {"name": name, "storage": storage}
+    return {"quantizer": quantizer, "prefill_reads": reads, "meter": METER, **sections}
+
+
+@pytest.mark.parametrize(("name", "reads"), [("int8_dither", "chunk_exact"), ("int8_dither_w", "stored")])
+def test_packed_answers_and_bounds_are_those_of_the_simulation(
+    checkpoint: Path, tmp_path: Path, name: str, reads: str
+) -> None:
+    """Dithers differ from run to run, so bounds are alike, not equal; answers are right, no audit is broken."""
+    asked = prompts(seed=61, num_tokens=128)
+    found = {}
+    for storage in ("simulated", "packed"):
+        with running_engine(checkpoint, tmp_path / storage, policy(name, storage, reads)) as engine:
+            found[storage] = engine.ask(asked)
+            assert_second_time_is_alike(engine, asked[0])
+            pages = engine.llm.collective_rpc("witcert_status")[0]
+            assert ("bytes_packed_pool" in pages) == (storage == "packed")
+    for packed, simulated in zip(found["packed"], found["simulated"], strict=True):
+        assert packed.tokens == simulated.tokens
+        ours, theirs = packed.summary, simulated.summary
+        assert ours["audit"]["violations"] == 0
+        assert ours["audit"]["cells"] == ours["cells_measured"] == theirs["cells_measured"]
+        assert ours["worst"]["meter"] == pytest.approx(theirs["worst"]["meter"], rel=0.3)
+
+
+def assert_second_time_is_alike(engine: Engine, prompt: str) -> None:
+    """A prefix hit reads packed pages of an earlier request."""
+    cold, warm = (engine.ask([prompt])[0] for _ in range(2))
+    assert warm.tokens == cold.tokens
+    assert warm.summary["audit"]["violations"] == 0
+
+
+def test_a_gate_repairs_over_packed_pages(checkpoint: Path, tmp_path: Path) -> None:
+    gate = {"kind": "certified", "tau": 0.002, "target": "tv"}
+    with running_engine(checkpoint, tmp_path, policy("int8_dither_w", "packed", gate=gate)) as engine:
+        (answer,) = engine.ask(prompts(seed=62, num_tokens=128)[:1])
+    assert answer.summary["gate"]["repaired_blocks"] > 0
+    assert answer.summary["worst"]["meter"] <= 0.002
+    assert answer.summary["audit"]["violations"] == 0
+
+
+def wide_model(checkpoint: Path, path: Path) -> Path:
+    """Random weights in bfloat16 with head_dim 128; the words of the trained model."""
+    shutil.copytree(checkpoint, path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 2048}
+    LlamaForCausalLM(LlamaConfig(vocab_size=size, **shape)).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def test_vllm_counts_188_percent_of_the_tokens(checkpoint: Path, tmp_path: Path) -> None:
+    model = wide_model(checkpoint, tmp_path / "wide")
+    memory = 64 << 20
+    options = {"dtype": "bfloat16", "kv_cache_memory_bytes": memory, "block_size": 32}
+    plain = memory // (32 * 4 * 4 * 512)  # blocks of 32 tokens, 4 layers, 4 KV heads, 512 bytes
+    unaudited = {"quantizer": {"name": "int8_dither", "storage": "packed"}}
+    with running_engine(model, tmp_path / "packed", unaudited, **options) as engine:
+        blocks = engine.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        (answer,) = engine.ask(prompts(seed=63, num_tokens=64)[:1])
+    assert blocks / plain == pytest.approx(1.88, abs=0.01)
+    assert answer.summary["cells_measured"] > 0
+
+
+def test_scales_must_lie_at_even_addresses() -> None:
+    assert layout_of(REGISTRY.get("int8_dither"), 80).bytes_per_token_head == 172
+    assert layout_of(REGISTRY.get("int8_dither_w"), 128).bytes_per_token_head == 276
+    with pytest.raises(UnsupportedError, match="odd addresses"):
+        layout_of(REGISTRY.get("int8_dither_w"), 96)
