@@ -1,7 +1,7 @@
 """Ask a vLLM engine in a process of its own: `ask_vllm.py CASE.json OUT.json`.
 
 CASE: model, policy, prompts, max_tokens, engine options, and `v2` for model runner V2, which vLLM only runs on a CPU
-when Triton claims a backend there; its kernels then run in Triton's interpreter.
+when Triton claims a backend there; its kernels then run in Triton's interpreter. With `triton` attention is its too.
 """
 
 from __future__ import annotations
@@ -39,19 +39,24 @@ def main(case_path: str, out_path: str) -> None:
     os.environ.update({"WITCERT_POLICY": case["policy"], "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `runner_name` below
     from vllm import LLM, SamplingParams
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if case["triton"]:
+        register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.TRITON_ATTN.value)
+    from readback import compared_outputs
 
     fixed = {"dtype": "float32", "max_model_len": 1024, "gpu_memory_utilization": 0.3, "enforce_eager": True}
     llm = LLM(model=case["model"], **{**fixed, "kv_cache_memory_bytes": 16 << 20, **case["options"]})
     answers = []
-    for prompt in case["prompts"]:
-        params = SamplingParams(temperature=0, max_tokens=case["max_tokens"])
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
-        (summary,) = output.kv_transfer_params["witcert"]
-        answers.append({"tokens": list(output.outputs[0].token_ids), "summary": summary})
+    with compared_outputs() as apart:
+        for prompt in case["prompts"]:
+            params = SamplingParams(temperature=0, max_tokens=case["max_tokens"])
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            (summary,) = output.kv_transfer_params["witcert"]
+            answers.append({"tokens": list(output.outputs[0].token_ids), "summary": summary})
     (runner, *_) = llm.collective_rpc(runner_name)
-    Path(out_path).write_text(
-        json.dumps({"answers": answers, "runner": runner, "status": llm.collective_rpc("witcert_status")[0]})
-    )
+    status = llm.collective_rpc("witcert_status")[0]
+    Path(out_path).write_text(json.dumps({"answers": answers, "runner": runner, "status": status, "apart": apart}))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,3 +94,38 @@ def running_engine(model: Path, work: Path, policy: dict[str, Any], **options: A
         cleanup_dist_env_and_memory()
         gc.collect()
         del os.environ["WITCERT_POLICY"]
+
+
+def in_own_process(
+    model: Path,
+    work: Path,
+    policy: dict[str, Any],
+    asked: Sequence[str],
+    *,
+    v2: bool = False,
+    triton: bool = False,
+    options: dict[str, Any] | None = None,
+    **variables: str,
+) -> dict[str, Any]:
+    """What `ask_vllm.py` finds: answers with their cells, the model runner, the status, and how far outputs are apart.
+
+    options: of the engine. variables: of its environment.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    jsonl = work / "records.jsonl"
+    written = write_policy(work / "policy.yaml", report={"jsonl": str(jsonl), "cells": "all"}, **policy)
+    case, out = work / "case.json", work / "out.json"
+    content = {"model": str(model), "policy": str(written), "prompts": list(asked), "max_tokens": 8}
+    case.write_text(json.dumps({**content, "v2": v2, "triton": triton, "options": options or {}}))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("ask_vllm.py")), str(case), str(out)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    for answer in found["answers"]:
+        answer["cells"] = cells_of(jsonl, answer["summary"]["request_id"])
+    return found

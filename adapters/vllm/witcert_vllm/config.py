@@ -46,9 +46,14 @@ def _create(installation: Installation, original: Callable[..., Any], args: Any,
     return config
 
 
-def own_connector() -> dict[str, Any]:
-    """Our connector as `--kv-transfer-config` would name it."""
-    return {"kv_connector": CONNECTOR, "kv_connector_module_path": _CONNECTOR_MODULE, "kv_role": "kv_both"}
+def own_connector(beside: bool) -> dict[str, Any]:
+    """Our connector as `--kv-transfer-config` would name it; `beside` another one, which may load tokens."""
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": _CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"beside": beside},
+    }
 
 
 def has_own(transfer_config: Any) -> bool:
@@ -59,7 +64,7 @@ def has_own(transfer_config: Any) -> bool:
 def with_connector(transfer_config: Any) -> KVTransferConfig:
     """Ours alone, or beside the user's under vLLM's `MultiConnector`; ours comes first and never offers tokens."""
     if transfer_config is None or transfer_config.kv_connector is None:
-        return KVTransferConfig(**own_connector())
+        return KVTransferConfig(**own_connector(beside=False))
     if transfer_config.kv_connector == "MultiConnector":
         others = list(transfer_config.kv_connector_extra_config.get("connectors", []))
     else:
@@ -76,7 +81,7 @@ def with_connector(transfer_config: Any) -> KVTransferConfig:
         kv_role=transfer_config.kv_role,
         engine_id=transfer_config.engine_id,
         kv_load_failure_policy=transfer_config.kv_load_failure_policy,
-        kv_connector_extra_config={"connectors": [own_connector(), *others]},
+        kv_connector_extra_config={"connectors": [own_connector(beside=True), *others]},
     )
 
 

@@ -44,6 +44,7 @@ class PassMetadata(KVConnectorMetadata):
     """Scheduler to worker: blocks that were just allocated, so that nothing is known of what they hold."""
 
     unknown_blocks: list[int] = field(default_factory=list)
+    block_size: int = 0
 
 
 class WitCertConnector(KVConnectorBase_V1):
@@ -53,6 +54,10 @@ class WitCertConnector(KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.policy = current().policy
         self.finished: list[dict[str, Any]] = []
+        self.block_size = vllm_config.cache_config.block_size
+        self.beside_another = bool(self._kv_transfer_config.get_from_extra_config("beside", False))
+        self._computed: dict[str, int] = {}  # request -> tokens found in vLLM's own prefix cache
+        self._unknown: list[int] = []
         if role is KVConnectorRole.SCHEDULER:
             self.recorder = Recorder() if self.policy.report.prometheus else None
             names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
@@ -73,7 +78,7 @@ class WitCertConnector(KVConnectorBase_V1):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the pass: forget what blocks held that another connector may fill."""
         if isinstance(kv_connector_metadata, PassMetadata) and kv_connector_metadata.unknown_blocks:
-            process.runtime().forget_blocks(kv_connector_metadata.unknown_blocks)
+            process.runtime().forget_blocks(kv_connector_metadata.unknown_blocks, kv_connector_metadata.block_size)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         step = process.end_pass()
@@ -99,13 +104,19 @@ class WitCertConnector(KVConnectorBase_V1):
     # Scheduler --------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        if self.beside_another:
+            self._computed[request.request_id] = num_computed_tokens
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing of ours is loaded into them."""
+        """Nothing of ours is loaded into them, but what another connector loads has no witness."""
+        if self.beside_another:
+            (ids,) = blocks.get_block_ids()
+            self._unknown += ids[self._computed.pop(request.request_id, 0) // self.block_size :]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return PassMetadata()
+        unknown, self._unknown = self._unknown, []
+        return PassMetadata(unknown, self.block_size)
 
     def commit(self, step: StepCells, committed: Iterable[int]) -> dict[str, str]:
         """Count the rows of the committed requests, by index in the batch.

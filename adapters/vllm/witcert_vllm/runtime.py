@@ -54,11 +54,16 @@ class VllmRuntime(Runtime):
             of_request = ~is_prefilling[: len(new_tokens)].cpu() & (counts == 1)
         return of_request.repeat_interleave(counts).to(self.out_slots.device)
 
-    def forget_blocks(self, blocks: Sequence[int]) -> None:
-        """Nothing is known any more of what these blocks hold: something else may write them."""
-        first = torch.tensor(list(blocks), dtype=torch.int64, device=self.row_ids.device) * self.block_size
-        inside = torch.arange(self.block_size, device=self.row_ids.device)
-        self.cache.overwritten((first[:, None] + inside).flatten())
+    def forget_blocks(self, blocks: Sequence[int], size: int) -> None:
+        """Nothing is known any more of what these blocks of `size` tokens hold: something else may write them.
+
+        Model runner V2 says so when the pass has begun; what that pass itself writes will be known.
+        """
+        first = torch.tensor(list(blocks), dtype=torch.int64, device=self.row_ids.device) * size
+        slots = (first[:, None] + torch.arange(size, device=self.row_ids.device)).flatten()
+        if self.in_pass:
+            slots = slots[~torch.isin(slots, self.out_slots)]
+        self.cache.overwritten(slots)
 
     def attend_layer(
         self,
@@ -76,8 +81,7 @@ class VllmRuntime(Runtime):
                 "metered; unset WITCERT_POLICY for this model"
             )
         g, count = self.geometry, query.shape[0]
-        # 0 or None: no cap. FLASH_ATTN keeps a window as the pair (left, right), others as a length, all -1 for none.
-        cap = getattr(impl, "logits_soft_cap", None) or 0.0
+        cap = getattr(impl, "logits_soft_cap", None) or 0.0  # 0 or None: no cap
         return self.attend(
             AttentionCall(
                 layer=self.layer_ids[layer.layer_name],
@@ -92,16 +96,9 @@ class VllmRuntime(Runtime):
                 run=run,
                 reads_stored=self.stored,
                 logits_soft_cap=float(cap),
-                window_left=window_left(layer),
                 sinks=sinks_of(impl),
             )
         )
-
-
-def window_left(layer: Any) -> int:
-    """Tokens a row sees before its own; -1 for all. vLLM's `sliding_window` counts the row's own token too."""
-    window = getattr(layer, "sliding_window", None)
-    return -1 if window is None or window <= 0 else int(window) - 1
 
 
 def requests_of(request_ids: Sequence[str], metadata: Any, starts: Sequence[int], block_size: int) -> list[RequestPass]:

@@ -17,6 +17,7 @@ from witcert_core.closing import ClosingRule
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
+from witcert_vllm import backends
 
 VLLM_RANGE = SpecifierSet("==0.32.0")
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
@@ -91,8 +92,11 @@ def check_connector(transfer_config: Any, policy: Policy) -> None:
 def check_config(config: Any, policy: Policy) -> None:
     """Raise UnsupportedError for a resolved `VllmConfig` the meter does not follow."""
     check_model(config.model_config, config.device_config.device_type)
-    check_cache_dtype(config.cache_config.cache_dtype, config.model_config.dtype)
     device = config.device_config.device_type
+    if policy.meters_engine:
+        check_engine_cache(config.cache_config.cache_dtype, config.model_config.dtype, policy.prefill_reads, device)
+    else:
+        check_cache_dtype(config.cache_config.cache_dtype, config.model_config.dtype)
     if policy.repairs and device != "cpu":
         raise UnsupportedError(
             f"a gate that repairs on device {device!r}: repairs have only been done on the CPU; "
@@ -100,9 +104,9 @@ def check_config(config: Any, policy: Policy) -> None:
         )
     if policy.quantizer.storage == "packed" and (device != "cpu" or config.cache_config.cache_dtype != "auto"):
         raise UnsupportedError(
-            f"quantizer.storage: packed on device {device!r} with --kv-cache-dtype {config.cache_config.cache_dtype}: only "
-            "the CPU's reference attention reads codes, and vLLM must keep the pages plain; use --kv-cache-dtype auto on a "
-            "CPU, or set quantizer.storage to 'simulated'"
+            f"quantizer.storage: packed on device {device!r} with --kv-cache-dtype {config.cache_config.cache_dtype}: "
+            "only the CPU's reference attention reads codes, in pages of its own; use --kv-cache-dtype auto on a CPU, "
+            "or set quantizer.storage to 'simulated'"
         )
     if config.parallel_config.worker_cls not in WORKERS:
         raise UnsupportedError(
@@ -149,9 +153,33 @@ def check_cache_dtype(cache_dtype: str, model_dtype: torch.dtype) -> None:
             "before the quantizer does; use --kv-cache-dtype auto"
         )
     raise UnsupportedError(
-        f"--kv-cache-dtype {cache_dtype}: the engine's own quantized cache is not metered yet; "
-        "use --kv-cache-dtype auto and a quantizer in the policy"
+        f"--kv-cache-dtype {cache_dtype} quantizes behind the policy's quantizer; set quantizer.name to 'engine' to "
+        "meter that cache, or use --kv-cache-dtype auto"
     )
+
+
+def check_engine_cache(cache_dtype: str, model_dtype: torch.dtype, prefill_reads: str, device: str) -> None:
+    """Raise UnsupportedError where vLLM's own cache cannot be metered as its attention reads it."""
+    if cache_dtype in ("auto", "float16", "bfloat16", str(model_dtype).removeprefix("torch.")):
+        raise UnsupportedError(
+            f"quantizer.name: engine, but --kv-cache-dtype {cache_dtype} quantizes nothing; start the server with the "
+            "--kv-cache-dtype to be metered"
+        )
+    if device != "cpu":
+        raise UnsupportedError(
+            f"quantizer.name: engine on device {device!r}: kernels there round attention weights to the cache's dtype, "
+            "which no radius covers yet; name the cast in the policy instead (quantizer.name: fp8_e4m3_cast) and start "
+            "with --kv-cache-dtype auto"
+        )
+    if cache_dtype.endswith("_per_token_head") and backends.STOCK["CPU_ATTN"].endswith(".CPUAttentionBackend"):
+        raise UnsupportedError(
+            f"--kv-cache-dtype {cache_dtype} with CPU_ATTN: vLLM accepts it there and stores something else; "
+            "use --kv-cache-dtype fp8"
+        )
+    if prefill_reads != "stored":
+        raise UnsupportedError(
+            "quantizer.name: engine: vLLM's prompt chunks read what they stored: set prefill_reads to 'stored'"
+        )
 
 
 def check_specs(specs: Mapping[str, Any]) -> None:
@@ -182,6 +210,7 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
             (not hasattr(impl, "witcert_metered"), f"backend {layer.attn_backend.__name__}, which is not wrapped"),
             (layer.attn_type != AttentionType.DECODER, f"{layer.attn_type} attention"),
             (layer.kv_sharing_target_layer_name is not None, "the cache of another layer"),
+            (getattr(layer, "sliding_window", None) is not None, "a sliding window"),
             (getattr(impl, "alibi_slopes", None) is not None, "ALiBi in the logits"),
             (getattr(impl, "chunk_lookback", -1) not in (-1, None), "chunked local attention"),
             (layer.head_size != layer.head_size_v, "values wider or narrower than keys"),

@@ -7,15 +7,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
 from witcert_core.serving.banner import banner
 from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.engine_cache import EngineCache
 from witcert_core.serving.packed import PackedStorage
 from witcert_core.serving.rotary import rotary_tables
 from witcert_core.serving.runtime import Cache
 from witcert_core.serving.simulated import SimulatedCache
 from witcert_vllm import process, support
+from witcert_vllm.engine_pool import engine_pool
 from witcert_vllm.geometry import layer_ids, read_geometry
 from witcert_vllm.packed import layout_of, packed_layer
 from witcert_vllm.plugin import Installation, current
@@ -96,9 +99,11 @@ def build_runtime(installation: Installation, vllm_config: Any, model: Any) -> V
         buffers = {ids[name]: packed_layer(layer.kv_cache, layout) for name, layer in layers.items()}
         make_cache = functools.partial(PackedStorage, policy, geometry, buffers)
     else:
-        pool = page_pool(layers, ids, block_size)
-        check_layouts(pool, layers, ids)
-        make_cache = functools.partial(SimulatedCache, policy, geometry, pool)
+        own = policy.meters_engine
+        pool = engine_pool(layers, ids, block_size) if own else page_pool(layers, ids, block_size)
+        # A quantized cache gives the pattern back to within half a step of its coarsest code.
+        check_layouts(pool, layers, ids, geometry.pool_dtype, tolerance=1 / 64 if own else 0.0)
+        make_cache = functools.partial(EngineCache if own else SimulatedCache, policy, geometry, pool)
     if quantizer.space == "pre_rope":
         quantized = set(policy.quantizer.layers_of(geometry.layers))
         wanted = {name: layer for name, layer in ids.items() if layer in quantized}
@@ -120,7 +125,9 @@ def page_pool(layers: dict[str, Any], ids: dict[str, int], block_size: int) -> P
     return PagePool({ids[name]: views(layer) for name, layer in layers.items()}, block_size)
 
 
-def check_layouts(pool: PagePool, layers: dict[str, Any], ids: dict[str, int]) -> None:
+def check_layouts(
+    pool: PagePool, layers: dict[str, Any], ids: dict[str, int], dtype: torch.dtype, tolerance: float
+) -> None:
     """`check_layout` for every layer whose backend writes the cache apart from its forward pass."""
     for name, layer in layers.items():
         if layer.attn_backend.forward_includes_kv_cache_update:
@@ -129,4 +136,5 @@ def check_layouts(pool: PagePool, layers: dict[str, Any], ids: dict[str, int]) -
         def update(k: Any, v: Any, slots: Any, layer: Any = layer) -> None:
             layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
 
-        check_layout(pool, ids[name], update, layer.num_kv_heads, layer.head_size, layer.head_size_v)
+        shapes = (layer.num_kv_heads, layer.head_size), (layer.num_kv_heads, layer.head_size_v)
+        check_layout(pool, ids[name], layer.kv_cache, update, *shapes, dtype, tolerance)

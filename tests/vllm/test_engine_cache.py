@@ -1,0 +1,82 @@
+"""vLLM's own quantized caches, metered as a black box: what is read back is what its attention read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import samples_of_each_task
+from engine import in_own_process, running_engine
+from readback import compared_outputs
+from witcert_demo.tasks import Sample
+from witcert_vllm import backends, support
+
+from witcert_core.errors import UnsupportedError
+
+pytestmark = pytest.mark.vllm
+
+ENGINE = {"quantizer": {"name": "engine"}, "prefill_reads": "stored", "meter": {"stride": 1, "audit_every": 1}}
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return samples_of_each_task(1, num_tokens=128, seed=71)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+def test_fp8(checkpoint: Path, tmp_path: Path, samples: list[Sample], dtype: str) -> None:
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's fp8 cache on a CPU needs AVX-512")
+    with running_engine(checkpoint, tmp_path, ENGINE, kv_cache_dtype=dtype) as engine, compared_outputs() as apart:
+        answers = engine.ask([sample.prompt for sample in samples])
+    assert len(apart) > 20
+    assert max(apart) < 1e-4
+    for answer in answers:
+        assert answer.summary["audit"]["violations"] == 0
+        assert answer.summary["audit"]["tv_max"] > 1e-3
+        assert answer.summary["cells_unknown"] == 0 or set(answer.summary["unknown_reasons"]) == {"max_rows"}
+
+
+def test_the_meter_sees_that_vllm_truncates(checkpoint: Path, tmp_path: Path, samples: list[Sample]) -> None:
+    """vLLM 0.32.0 casts to fp8 towards zero on a CPU, with up to twice the error of the nearest value."""
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's fp8 cache on a CPU needs AVX-512")
+    asked = [samples[0].prompt]
+    with running_engine(checkpoint, tmp_path / "own", ENGINE, kv_cache_dtype="fp8") as engine:
+        (own,) = engine.ask(asked)
+        truncated = engine.cells(own)
+    cast = {**ENGINE, "quantizer": {"name": "fp8_e4m3_cast"}}
+    with running_engine(checkpoint, tmp_path / "cast", cast) as engine, compared_outputs() as apart:
+        (ours,) = engine.ask(asked)
+        nearest = engine.cells(ours)
+    assert max(apart) < 1e-4
+    assert own.tokens == ours.tokens
+    assert truncated.keys() == nearest.keys()
+    assert sum(truncated.values()) > 1.3 * sum(nearest.values())
+
+
+def test_int8_per_token_head(checkpoint: Path, tmp_path: Path, samples: list[Sample]) -> None:
+    """264 bytes at head_dim 128; vLLM reads it with Triton only, here in its interpreter."""
+    options = {"kv_cache_dtype": "int8_per_token_head", "block_size": 32}
+    asked = [sample.prompt for sample in samples[:1]]
+    found = in_own_process(checkpoint, tmp_path, ENGINE, asked, v2=True, triton=True, options=options)
+    assert found["status"]["backend"] == "TRITON_ATTN"
+    assert max(found["apart"]) < 1e-4
+    (answer,) = found["answers"]
+    assert answer["tokens"] == list(samples[0].answer_ids)
+    assert answer["summary"]["audit"]["violations"] == 0
+    assert 1e-4 < answer["summary"]["audit"]["tv_max"] <= answer["summary"]["worst"]["meter"]
+
+
+def test_caches_that_cannot_be_read_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.STOCK, "CPU_ATTN", "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend")
+    support.check_engine_cache("fp8", torch.float32, "stored", "cpu")
+    for arguments, named in (
+        (("auto", torch.float32, "stored", "cpu"), "quantizes nothing"),
+        (("fp8", torch.bfloat16, "stored", "cuda"), "cuda"),
+        (("fp8", torch.float32, "chunk_exact", "cpu"), "prefill_reads"),
+        (("int8_per_token_head", torch.float32, "stored", "cpu"), "CPU_ATTN"),
+    ):
+        with pytest.raises(UnsupportedError, match=named):
+            support.check_engine_cache(*arguments)
