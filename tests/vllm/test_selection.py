@@ -82,6 +82,7 @@ def test_a_backend_that_is_not_wrapped_is_refused() -> None:
         head_size_v=64,
         num_heads=4,
         num_kv_heads=2,
+        sliding_window=None,
     )
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"l.0": layer}))
     with pytest.raises(UnsupportedError, match="FlexAttentionBackend"):
