@@ -127,7 +127,7 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         support.check_version()
 
 
-FINE = {name: allowed for name, (allowed, _) in support._REFUSED_OPTIONS.items()}
+FINE = {name: allowed for name, (allowed, _) in support.REFUSED_OPTIONS.items()}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ WORKERS = {
 }
 
 # Engine option -> (value that is fine, why the rest is refused).
-_REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
+REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "pipeline parallelism: layers of other ranks would be missing from the report"),
     "data_parallel_size": (1, "data parallelism: requests of other replicas would be missing from the report"),
     "decode_context_parallel_size": (1, "decode context parallelism: a rank sees a part of the tokens only"),
@@ -64,7 +64,7 @@ def check_sharing(quantizer: Quantizer, cache_config: Any) -> None:
 
 def check_engine_args(args: Any) -> None:
     """Raise UnsupportedError for options of vLLM's `EngineArgs` under which the meter would not see everything."""
-    for option, (allowed, why) in _REFUSED_OPTIONS.items():
+    for option, (allowed, why) in REFUSED_OPTIONS.items():
         value = getattr(args, option)
         if value != allowed and (value or allowed):  # unset options are None or False
             flag = "--" + option.removeprefix("_api_process_count").replace("_", "-")
