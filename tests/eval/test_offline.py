@@ -127,6 +127,19 @@ def test_a_gate_makes_the_answer_right_again(twin: LoadedModel):
     assert again.summary["gate"] == repaired.summary["gate"]
 
 
+def test_a_request_that_cannot_be_repaired_is_aborted_if_the_policy_says_so(twin: LoadedModel):
+    (sample,) = make_samples("multi_key", 128, 1, 3)
+    ends = {}
+    for end in ("serve", "abort"):
+        gate = {"kind": "certified", "max_pagein_bytes": 0, "on_exhausted": end}
+        answer = OfflineEngine(twin, policy("fp8_e4m3_cast", gate=gate), 160).generate("a", sample.prompt_ids, 4)
+        ends[end] = answer.summary["finish_reason"], len(answer.ids)
+        assert answer.summary["gate"]["not_certified"] > 0
+    assert ends["abort"] == ("abort", 1)
+    assert ends["serve"][0] in ("stop", "length")
+    assert ends["serve"][1] > 1
+
+
 def test_prompt_rows_read_what_is_stored_when_the_policy_says_so(original: LoadedModel):
     (sample,) = make_samples("single_needle", 64, 1, 3)
     engine = OfflineEngine(original, policy("int4_token_group", prefill_reads="stored"), 128)

@@ -66,11 +66,15 @@ class OfflineEngine:
         self._length = 0
         self._request_id = ""
         self._reads_stored = False
+        self._gave_up = ""
 
     # Requests ---------------------------------------------------------------------------------------------------
 
     def generate(self, request_id: str, prompt_ids: Sequence[int], max_new_tokens: int) -> Answer:
-        """Greedy decoding: the prompt in one pass, then a token a pass, each reading what is stored."""
+        """Greedy decoding: the prompt in one pass, then a token a pass, each reading what is stored.
+
+        Under `gate.on_exhausted: abort` it ends where a gate gives up, before the token that row would have given.
+        """
         self._start(request_id, len(prompt_ids) + max_new_tokens)
         logits = self.forward(prompt_ids)
         ids: list[int] = []
@@ -79,7 +83,11 @@ class OfflineEngine:
             if ids[-1] in self.loaded.eos or len(ids) == max_new_tokens:
                 break
             logits = self.forward(ids[-1:])
+            if self._gave_up and self.policy.gate.on_exhausted == "abort":
+                break
         reason = "stop" if ids and ids[-1] in self.loaded.eos else "length"
+        if self._gave_up and self.policy.gate.on_exhausted == "abort":
+            reason = "abort"
         return Answer(ids, self.loaded.decode(ids), self.runtime.finish(request_id, reason))
 
     def force(
@@ -105,6 +113,7 @@ class OfflineEngine:
             raise InputError(f"the request takes up to {num_tokens} tokens; this engine has room for {self.max_tokens}")
         self._length = 0
         self._request_id = request_id
+        self._gave_up = ""
 
     # One forward pass -------------------------------------------------------------------------------------------
 
@@ -124,7 +133,7 @@ class OfflineEngine:
             )
         step = self.runtime.end()
         if step is not None:
-            step.count(self.runtime.ledger, {0})
+            self._gave_up = step.count(self.runtime.ledger, {0}).get(0, "") or self._gave_up
         self._length += count
         logits: Tensor = out.logits[0].float()
         return logits
