@@ -62,7 +62,6 @@ def make_ruler(models: Models, console: Console) -> dict[str, Any]:
             plot=False,
         )
         found = evaluate(wanted, console)
-    plot_comparison(found, FIGURES / "ruler.svg")
     quantizers = {spec.label: quantizer_registry().get(spec.name, spec.params) for spec in specs}
     return {**found, "bytes": {label: made.bytes_per_token_head(128) for label, made in quantizers.items()}}
 
@@ -168,7 +167,9 @@ def main() -> None:
             write_json(FIGURES / f"{name}.json", {"made_with": made_with(), **result})
     for leftover in FIGURES.glob("*.md"):
         leftover.unlink()
-    blocks = render(read_results())
+    results = read_results()
+    plot_comparison(results["ruler"], FIGURES / "ruler.svg")
+    blocks = render(results)
     write_json(FIGURES / "figures.json", {"blocks": blocks})
     put_into_pages(blocks)
     print(json.dumps(sorted(blocks)), file=sys.stderr)

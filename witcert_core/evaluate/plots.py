@@ -48,25 +48,31 @@ def figure(path: Path, columns: int = 1, rows: int = 1, size: tuple[float, float
 
 
 def plot_comparison(comparison: Mapping[str, Any], path: Path) -> None:
-    """Score of each quantizer, raw and gated, with intervals, beside the exact cache."""
+    """Score of each quantizer, raw and gated, with intervals, beside the exact cache; below, the share certified."""
     rows = comparison["rows"]
     names = list(dict.fromkeys(row["quantizer"] for row in rows if row["mode"] != "exact"))
-    with figure(path, size=(max(4.2, 1.2 + 0.9 * len(names)), 3.4)) as axes:
-        ax = axes[0][0]
+    with figure(path, rows=2, size=(max(4.2, 1.2 + 0.9 * len(names)), 2.3)) as axes:
+        scores, certified = axes[0][0], axes[1][0]
         for row in rows:
             score = row["score"]
             if row["mode"] == "exact":
-                ax.axhspan(score["low"], score["high"], color=MODE_COLOURS["exact"], alpha=0.12)
-                ax.axhline(score["value"], color=MODE_COLOURS["exact"], linewidth=1, label="exact")
+                scores.axhspan(score["low"], score["high"], color=MODE_COLOURS["exact"], alpha=0.12)
+                scores.axhline(score["value"], color=MODE_COLOURS["exact"], linewidth=1, label="exact")
                 continue
-            x = names.index(row["quantizer"]) + (-0.12 if row["mode"] == "raw" else 0.12)
+            x = names.index(row["quantizer"]) + (-0.14 if row["mode"] == "raw" else 0.14)
             error = [[score["value"] - score["low"]], [score["high"] - score["value"]]]
             colour = MODE_COLOURS[row["mode"]]
-            ax.errorbar([x], [score["value"]], yerr=error, fmt="o", color=colour, capsize=3, label=row["mode"])
-        ax.set_xticks(range(len(names)), names, rotation=20, ha="right")
-        ax.set_ylim(-0.03, 1.05)
-        ax.set_ylabel("score, 95 % interval")
-        _legend_once(ax)
+            scores.errorbar([x], [score["value"]], yerr=error, fmt="o", color=colour, capsize=3, label=row["mode"])
+            share = None if row["meter"] is None else row["meter"]["certified_any_query_share"]
+            if share is not None:
+                certified.bar([x], [100 * share], width=0.26, color=colour)
+        scores.set_ylim(-0.03, 1.05)
+        scores.set_ylabel("score")
+        scores.set_xticks(range(len(names)), [""] * len(names))
+        certified.set_ylabel("cells certified, %")
+        certified.set_xticks(range(len(names)), names, rotation=20, ha="right")
+        certified.set_xlim(scores.get_xlim())
+        _legend_once(scores)
 
 
 def plot_lines(
