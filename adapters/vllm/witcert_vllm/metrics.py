@@ -6,6 +6,7 @@ vLLM's engine core has no metrics registry; what it counts travels with the sche
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ class Recorder(Metrics):
         self.events.append(["announce", quantizer])
 
     def cells_measured(self, quantizer: str, seen: Observed) -> None:
-        values = [seen.meter.tolist(), seen.certified, seen.new_row, seen.audited, seen.violations]
-        self.events.append(["cells_measured", quantizer, *values])
+        values = {field.name: getattr(seen, field.name) for field in fields(seen)}
+        self.events.append(["cells_measured", quantizer, {**values, "meter": seen.meter.tolist()}])
 
     def rows_unknown(self, rows: int) -> None:
         self.events.append(["rows_unknown", rows])
@@ -67,15 +68,9 @@ def replay(metrics: Metrics, events: list[list[Any]]) -> None:
     """Do the recorded calls."""
     for name, *args in events:
         if name == "cells_measured":
-            quantizer, meter, certified, new_row, audited, violations = args
-            seen = Observed(
-                meter=torch.tensor(meter, dtype=torch.float64),
-                certified=certified,
-                new_row=new_row,
-                audited=audited,
-                violations=violations,
-            )
-            metrics.cells_measured(quantizer, seen)
+            quantizer, values = args
+            meter = torch.tensor(values["meter"], dtype=torch.float64)
+            metrics.cells_measured(quantizer, Observed(**{**values, "meter": meter}))
         else:
             getattr(metrics, name)(*args)
 
