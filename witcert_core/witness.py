@@ -7,6 +7,7 @@ Codes: 0 is an exact zero; 1..254 stand for ``2^((code-160)/8)`` (2^-19.875 .. 2
 from __future__ import annotations
 
 import functools
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -70,8 +71,13 @@ def witness_codes(exact: Tensor, stored: Tensor, bands: BandMap) -> Tensor:
 def value_codes(exact: Tensor, stored: Tensor) -> Tensor:
     """Codes of ``||stored - exact||`` over all channels, uint8 ``[...]``."""
     residual = _residual(exact, stored)
-    whole = BandMap(torch.zeros(residual.shape[-1], dtype=torch.int64), 1)
-    return encode_norm_up(whole.norms(residual)[..., 0] * _NORM_SLACK)
+    return encode_norm_up(_whole(residual.shape[-1]).norms(residual)[..., 0] * _NORM_SLACK)
+
+
+@cache
+def _whole(channels: int) -> BandMap:
+    """One band of all channels."""
+    return BandMap(torch.zeros(channels, dtype=torch.int64), 1)
 
 
 def _residual(exact: Tensor, stored: Tensor) -> Tensor:

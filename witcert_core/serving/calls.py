@@ -56,6 +56,8 @@ class AttentionCall:
 
     def part(self, chosen: Tensor) -> AttentionCall:
         """The call of the `chosen` [N] bool tokens alone, for writing and accounting; it must not be run."""
+        if bool(chosen.all()):
+            return self
         rows = {name: getattr(self, name)[chosen] for name in ("q", "exact_k", "exact_v", "slots", "positions")}
         return replace(self, **rows)
 
@@ -69,6 +71,8 @@ class Coded:
 
     def part(self, chosen: Tensor) -> Coded:
         """That of the `chosen` [N] bool tokens."""
+        if bool(chosen.all()):
+            return self
         codes = self.codes
         if codes is not None:
             codes = Encoded(codes.codes[chosen], codes.scales[chosen], codes.values[chosen])

@@ -120,11 +120,11 @@ class SimulatedCache:
         k, v = self._encode(call) if quantized else (Coded(call.exact_k, None), Coded(call.exact_v, None))
         early, late = call.early, ~call.early
         if early.any():
-            first = early[:, None, None]
-            out = call.run(
-                torch.where(first, k.values.to(call.exact_k), call.exact_k),
-                torch.where(first, v.values.to(call.exact_v), call.exact_v),
-            )
+            read_k, read_v = k.values.to(call.exact_k), v.values.to(call.exact_v)
+            if late.any():
+                first = early[:, None, None]
+                read_k, read_v = torch.where(first, read_k, call.exact_k), torch.where(first, read_v, call.exact_v)
+            out = call.run(read_k, read_v)
             self._account(call.part(early), k.part(early), v.part(early))
         else:
             out = call.run(None, None)
