@@ -73,17 +73,18 @@ def wide_model(checkpoint: Path, path: Path) -> Path:
     return path
 
 
-def test_vllm_counts_188_percent_of_the_tokens(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "ratio"), [("int8_dither", 1.88), ("int8_dither_bypass", 1.77)])
+def test_vllm_counts_that_many_more_tokens(checkpoint: Path, tmp_path: Path, name: str, ratio: float) -> None:
     model = wide_model(checkpoint, tmp_path / "wide")
     memory = 64 << 20
     options = {"dtype": "bfloat16", "kv_cache_memory_bytes": memory, "block_size": 32}
     plain = memory // (32 * 4 * 4 * 512)  # blocks of 32 tokens, 4 layers, 4 KV heads, 512 bytes
-    unaudited = {"quantizer": {"name": "int8_dither", "storage": "packed"}}
-    with running_engine(model, tmp_path / "packed", unaudited, **options) as engine:
+    with running_engine(model, tmp_path / "packed", policy(name, "packed", "stored"), **options) as engine:
         blocks = engine.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-        (answer,) = engine.ask(prompts(seed=63, num_tokens=64)[:1])
-    assert blocks / plain == pytest.approx(1.88, abs=0.01)
-    assert answer.summary["cells_measured"] > 0
+        (answer,) = engine.ask(prompts(seed=63, num_tokens=64)[:1], ignore_eos=True)
+    assert blocks / plain == pytest.approx(ratio, abs=0.01)
+    assert answer.summary["audit"]["violations"] == 0
+    assert 0 < answer.summary["audit"]["tv_max"] <= answer.summary["worst"]["meter"] < 1
 
 
 def test_scales_must_lie_at_even_addresses() -> None:

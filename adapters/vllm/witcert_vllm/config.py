@@ -33,6 +33,7 @@ def _create(installation: Installation, original: Callable[..., Any], args: Any,
     support.check_config(config, policy)
     support.check_sharing(installation.quantizer, config.cache_config)
     model = config.model_config
+    support.check_bypass(installation.quantizer, model)
     check_quantizer(installation.quantizer, model.get_head_size())
     layers = range(model.get_total_num_hidden_layers())
     policy.quantizer.layers_of(layers)

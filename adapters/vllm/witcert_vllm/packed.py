@@ -20,7 +20,7 @@ from witcert_core.quantizers.base import Quantizer
 
 def layout_of(quantizer: Quantizer, head_dim: int) -> KVLayout:
     """The bytes of a token and KV head, 272 at head_dim 128; UnsupportedError if scales would lie at odd addresses."""
-    layout = KVLayout(head_dim, stored_witness=quantizer.stored_witness)
+    layout = KVLayout(head_dim, stored_witness=quantizer.stored_witness, bypass_pairs=quantizer.bypass_pairs)
     places = [layout.fields()[name][0] for name in ("k_scales", "v_scales")]
     if any(place % 2 for place in (*places, layout.bytes_per_token_head)):
         raise UnsupportedError(
@@ -47,8 +47,11 @@ def packed_backend(base: type[Any], quantizer: Quantizer) -> type[Any]:
     return Packed
 
 
-def packed_layer(kv_cache: Tensor, layout: KVLayout) -> PackedLayer:
-    """The buffers inside a layer's cache [BLOCKS, Hkv, N, bytes] int8; every slot is marked as never written."""
+def packed_layer(kv_cache: Tensor, layout: KVLayout, model_dtype: torch.dtype) -> PackedLayer:
+    """The buffers inside a layer's cache [BLOCKS, Hkv, N, bytes] int8; every slot is marked as never written.
+
+    model_dtype: what bypassed channels are kept in.
+    """
     rows = kv_cache.transpose(1, 2)
     if not rows.is_contiguous():
         raise UnsupportedError("vLLM did not lay its pages out by slot, so they cannot be packed; unset WITCERT_POLICY")
@@ -65,4 +68,5 @@ def packed_layer(kv_cache: Tensor, layout: KVLayout) -> PackedLayer:
         scale.fill_(float("inf"))  # nothing written: the radius is unknown
     if witness is not None:
         witness.fill_(255)
-    return PackedLayer(part("k_codes"), part("v_codes"), *scales, witness)
+    outliers = part("k_bypass", model_dtype) if "k_bypass" in fields else None
+    return PackedLayer(part("k_codes"), part("v_codes"), *scales, witness, outliers)

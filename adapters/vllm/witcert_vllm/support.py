@@ -118,6 +118,20 @@ def check_config(config: Any, policy: Policy) -> None:
         )
 
 
+def check_bypass(quantizer: Quantizer, model: Any) -> None:
+    """Raise UnsupportedError for outliers in 16 bit under a model that has more, or more pairs than there are."""
+    name, pairs, head_dim = quantizer.name, quantizer.bypass_pairs, model.get_head_size()
+    if pairs and model.dtype == torch.float32:
+        raise UnsupportedError(
+            f"quantizer.name: {name} keeps outlier channels in 16 bit, but the model is float32; use --dtype bfloat16"
+        )
+    if pairs > head_dim // 2:
+        raise UnsupportedError(
+            f"quantizer.params: {name} bypasses {pairs} channel pairs; a head of {head_dim} channels has "
+            f"{head_dim // 2}"
+        )
+
+
 def check_model(model: Any, device: str) -> None:
     """Raise UnsupportedError for an architecture, head size or dtype the meter has no radii for."""
     name = (getattr(model.hf_config, "architectures", None) or ["this model"])[0]

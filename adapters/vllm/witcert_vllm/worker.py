@@ -96,7 +96,8 @@ def build_runtime(installation: Installation, vllm_config: Any, model: Any) -> V
     make_cache: Callable[[Encoder], Cache]
     if policy.quantizer.storage == "packed":
         layout = layout_of(quantizer, geometry.head_dim)
-        buffers = {ids[name]: packed_layer(layer.kv_cache, layout) for name, layer in layers.items()}
+        dtype = geometry.pool_dtype
+        buffers = {ids[name]: packed_layer(layer.kv_cache, layout, dtype) for name, layer in layers.items()}
         make_cache = functools.partial(PackedStorage, policy, geometry, buffers)
     else:
         own = policy.meters_engine

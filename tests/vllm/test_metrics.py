@@ -1,0 +1,53 @@
+"""What the scheduler counts and sends is what the API server shows."""
+
+from __future__ import annotations
+
+import inspect
+
+import msgspec
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
+from witcert_vllm.metrics import Recorder, replay
+
+from witcert_core.report.prometheus import Metrics
+from witcert_core.report.state import RequestState
+
+pytestmark = pytest.mark.vllm
+
+
+def calls() -> dict[str, list[object]]:
+    """Arguments for every counting method of `Metrics`."""
+    names = [name for name, _ in inspect.getmembers(Metrics, inspect.isfunction) if not name.startswith("_")]
+    seen = inspect.signature(RequestState.observe).return_annotation
+    assert "Observed" in str(seen)
+    from witcert_core.report import state
+
+    values = {"meter": torch.tensor([0.1, 0.5], dtype=torch.float64)}
+    fields = state.Observed.__dataclass_fields__
+    given = {name: values.get(name, True if f.type in ("bool", bool) else 1) for name, f in fields.items()}
+    known: dict[str, list[object]] = {
+        "announce": ["q"],
+        "cells_measured": ["q", state.Observed(**given)],
+        "rows_unknown": [3],
+        "cells_unknown": ["q", 4],
+        "request_finished": ["q", 0.5],
+    }
+    assert sorted(known) == sorted(names)
+    return known
+
+
+def test_a_recorded_count_is_the_count() -> None:
+    direct, relayed = CollectorRegistry(), CollectorRegistry()
+    metrics, recorder = Metrics(direct), Recorder()
+    for name, arguments in calls().items():
+        getattr(metrics, name)(*arguments)
+        getattr(recorder, name)(*arguments)
+    events = msgspec.msgpack.decode(msgspec.msgpack.encode(recorder.take()))  # as between vLLM's processes
+    replay(Metrics(relayed), events)
+
+    def shown(registry: CollectorRegistry) -> list[str]:
+        return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+
+    assert shown(relayed) == shown(direct)
+    assert recorder.take() == []
