@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -234,3 +235,16 @@ def test_modes_become_gates(tmp_path: Path):
     assert build_policy(mine, spec, "raw").meter.stride == 4
     with pytest.raises(PolicyError, match="raw: quantizer int4"):
         build_policy(mine, parse_quantizer("int4_token_group"), "raw")
+
+
+def test_commands_and_options_of_the_pages_exist(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    root = Path(__file__).parents[2]
+    text = (root / "README.md").read_text() + (root / "docs" / "evaluation.md").read_text()
+    shown = re.findall(r"witcert ((?:eval |sweep )?[a-z]+)((?: --[a-z-]+ [^`\n]*?)?)(?=[`\n]|  )", text)
+    commands = {name: options for name, options in shown if name.split()[0] in ("capacity", "meter", "eval", "sweep")}
+    assert set(commands) >= {"capacity", "meter", "eval ruler", "eval coverage", "eval trust", "sweep layers"}
+    for name, options in commands.items():
+        assert main([*name.split(), "--help"]) == 0
+        told = capsys.readouterr().out
+        assert all(option in told for option in re.findall(r"--[a-z-]+", options)), name
