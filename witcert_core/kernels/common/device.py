@@ -1,4 +1,4 @@
-"""Device functions of the meter: dither rows, growth of a weight, and the running state of a split.
+"""Device functions of the meter: weights of a tile, growth of a weight, and the running state of a split.
 
 A split's state is kept per *lane* (a token's row of the tile): each lane remembers its heaviest token apart
 and the sums over its others, so that the loop over tiles holds no cross-lane reduction but the maximum of the
@@ -19,53 +19,29 @@ from witcert_core.kernels.common import slack
 
 GROWTH_MAX = tl.constexpr(80.0)
 GROWTH_SQUARE_MAX = tl.constexpr(2.4e17)
-_RADIUS_UP = tl.constexpr(slack.RADIUS_UP)
+_UP = tl.constexpr(slack.RADIUS_UP)
+_SOFTMAX = tl.constexpr(slack.SOFTMAX)
+_SOFTCAP = tl.constexpr(slack.SOFTCAP)
+_BIAS = tl.constexpr(slack.BIAS)
 _FAR = tl.constexpr(slack.FAR)
-_SQRT32_OVER_510 = tl.constexpr(32.0**0.5 / 510.0 * (1.0 + 2.0**-15) * slack.RADIUS_UP)
+_LOG2E = tl.constexpr(1.4426950408889634)
+_FIELDS = tl.constexpr(slack.META_FIELDS)
 _CERTAIN = tl.constexpr(0.5 * (1.0 + 2.0**-15) * slack.RADIUS_UP)
 _PROXY = tl.constexpr((1.0 - 4.0**-8) / 12.0)
 _BIAS_TERM = tl.constexpr((2.0**-9 + 2.0**-16) * slack.RADIUS_UP)
 
 
 @triton.jit
-def dither_row(seed, row, layer, head, g):
-    """Dither of one row over the 32 channels of a group, fp32 ``[32]``."""
-    channel = g * 32 + tl.arange(0, 32)
-    zero = channel * 0
-    w0, w1, w2, w3 = tl.philox(seed, zero + row, zero + layer, zero + head, channel // 16)
-    word = (channel % 16) // 4
-    low = tl.where(word == 0, w0, w1)
-    high = tl.where(word == 2, w2, w3)
-    bits = tl.where(word < 2, low, high).to(tl.uint32)
-    byte = (bits >> ((channel % 4) * 8).to(tl.uint32)) & 0xFF
-    return (byte.to(tl.float32) + 0.5) * (1.0 / 256.0) - 0.5
-
-
-@triton.jit
-def dither_tile(seed, rows, layer, head, g, N: tl.constexpr):
-    """Dither of ``rows [N]`` over the 32 channels of a group, fp32 ``[N, 32]``; two Philox calls per row."""
-    block = g * 2 + tl.arange(0, 2)
-    zero = rows[:, None] * 0 + block[None, :] * 0
-    w0, w1, w2, w3 = tl.philox(seed, zero + rows[:, None], zero + layer, zero + head, zero + block[None, :])
-    # [N, 2, 2, 2]: joined so that the last two axes run over the words 0, 1, 2, 3.
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).to(tl.uint32)
-    words = tl.reshape(words, (N, 8))
-    shift = (tl.arange(0, 4) * 8).to(tl.uint32)
-    byte = (words[:, :, None] >> shift[None, None, :]) & 0xFF
-    byte = tl.reshape(byte, (N, 32))
-    return (byte.to(tl.float32) + 0.5) * (1.0 / 256.0) - 0.5
-
-
-@triton.jit
 def growth(c):
-    """``expm1(min(c, 80))`` for ``c >= 0`` within 2^-17; NaN stays NaN."""
+    """``expm1(min(c, 80))`` for ``c >= 0`` within 2^-17; NaN stays NaN.
+
+    From 1/8 on, the exponential's 2^-22 is at most 2^-18.9 of the difference; below, so is the term left out.
+    """
     x = tl.where(c > 80.0, 80.0, c)
-    series = 1.0 + x * (1.0 / 6.0)
-    series = 1.0 + x * (1.0 / 5.0) * series
-    series = 1.0 + x * (1.0 / 4.0) * series
+    series = 1.0 + x * (1.0 / 4.0)
     series = 1.0 + x * (1.0 / 3.0) * series
     series = 1.0 + x * (1.0 / 2.0) * series
-    return tl.where(x < 0.5, x * series, tl.exp(x) - 1.0)
+    return tl.where(x < 0.125, x * series, tl.exp(x) - 1.0)
 
 
 @triton.jit
@@ -84,12 +60,68 @@ def next_reference(z2, ref):
 
 
 @triton.jit
-def meter_start(N: tl.constexpr, M: tl.constexpr):
+def weigh(z, visible, ref):
+    """Weights ``[N, M]`` of logits ``z``, the new reference, the factor of the old sums, and the exponents.
+
+    The exponents ``z - ref`` in base 2 are what :func:`softmax_radius` needs.
+    """
+    z2 = tl.where(visible, z * _LOG2E, float("-inf"))
+    ref, safe, factor = next_reference(z2, ref)
+    gap = z2 - safe[None, :]
+    return tl.exp2(gap), ref, factor, gap
+
+
+@triton.jit
+def softmax_radius(gap, cap, bias, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Error of capping, biasing and exponentiating a logit, as a radius ``[N, M]`` (``slack.py``).
+
+    Far below the maximum the subtraction rounds; beyond 2^-150 the weight is 0 anyway.
+    """
+    c = tl.where(gap < -150.0, 150.0, tl.abs(gap)) * _FAR + _SOFTMAX
+    if SOFT_CAP:
+        c += cap * _SOFTCAP
+    if ALIBI:
+        c += tl.abs(bias) * _BIAS
+    return c
+
+
+@triton.jit
+def alibi_bias(slope, token, position):
+    """``slope (token - position)`` ``[N, M]``."""
+    return slope[None, :] * (token[:, None] - position[None, :]).to(tl.float32)
+
+
+@triton.jit
+def squares(parts, N: tl.constexpr, NG: tl.constexpr):
+    """``sum_i x_i^2`` ``[N]`` of a tuple of ``[N, 32]`` tiles."""
+    total = tl.zeros((N,), tl.float32)
+    for g in tl.static_range(NG):
+        x = parts[g].to(tl.float32)
+        total += tl.sum(x * x, 1)
+    return total
+
+
+@triton.jit
+def query_length(q, M: tl.constexpr, NG: tl.constexpr):
+    """``||q||`` rounded up ``[M]`` of a tuple of ``[32, M]``; ``2^-58`` stands for squares that underflow."""
+    total = tl.zeros((M,), tl.float32)
+    for g in tl.static_range(NG):
+        x = q[g].to(tl.float32)
+        total += tl.sum(x * x, 0)
+    return tl.sqrt(total) * _UP + 3.469446951953614e-18
+
+
+@triton.jit
+def meter_start(N: tl.constexpr, M: tl.constexpr, W: tl.constexpr):
     """Empty lanes ``[N, M]``: heaviest weight and radius, rest weight, eta, Q, largest radius; and V2, rho,
-    rho^2, largest and smallest rho, largest ``||v||^2``. Two tuples, so that one can rest while the other is
-    worked on."""
+    rho^2, and ``[N, W]`` largest and smallest rho, largest ``||v||^2``.
+
+    Two tuples, so that one can rest while the other is worked on. ``W`` is 1 where all rows see the same tokens:
+    what is live here adds to the registers of the whole kernel.
+    """
     zero = tl.zeros((N, M), tl.float32)
-    return (zero, zero, zero, zero, zero, zero), (zero, zero, zero, zero, zero + float("inf"), zero)
+    one = tl.zeros((N, W), tl.float32)
+    return (zero, zero, zero, zero, zero, zero), (zero, zero, zero, one, one + float("inf"), one)
 
 
 @triton.jit
@@ -114,7 +146,7 @@ def meter_weights(lanes, factor, w, c):
 
 @triton.jit
 def meter_values(lanes, factor, w, v_square, rho, visible):
-    """Take in ``||v||^2`` and value radii ``[N]`` of one tile."""
+    """Take in ``||v||^2`` and value radii ``[N]`` of one tile; ``visible [N, W]``."""
     v2, r1, r2, rho_max, rho_min, v_max = lanes
     scale = factor[None, :]
     v2 = v2 * scale + w * v_square[:, None]
@@ -127,8 +159,15 @@ def meter_values(lanes, factor, w, v_square, rho, visible):
 
 
 @triton.jit
+def store_sums(ptr, ref, total, mask):
+    """Fields 0 and 1 of a split at ``ptr [M]``: the reference, and the sum of the weights ``[N, M]``."""
+    tl.store(ptr, ref, mask=mask)
+    tl.store(ptr + 1, tl.sum(total, 0), mask=mask)
+
+
+@triton.jit
 def meter_store(weights, values, ptr, mask, N: tl.constexpr):
-    """Reduce the lanes and store the fields of a split at ``ptr [M]`` (floats; 0 and 1 hold ref and l)."""
+    """Reduce the lanes and store the other fields of a split at ``ptr [M]``."""
     wh, ch, rest, eta, q, big = weights
     v2, r1, r2, rho_max, rho_min, v_max = values
     # NaN reaches the sums below; it must not reach the search for the maximum.

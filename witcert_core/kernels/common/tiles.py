@@ -1,5 +1,7 @@
-"""Loading tiles of codes, keys and queries by groups of 32 channels, and what the dither adds to their
-products."""
+"""Device functions that load tiles: codes, scales, exact keys and values, by groups of 32 channels.
+
+Shapes: N tokens and M (query row, head) pairs of a tile, NG = ceil(D / 32) groups, GV a power of two of them.
+"""
 
 # Triton functions are compiled from their source, so their parameters carry no Python types.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
@@ -12,102 +14,112 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from witcert_core.kernels.common.device import dither_row, dither_tile
+from witcert_core.kernels.common.dither_terms import load_query_block
 
 
 @triton.jit
-def load_groups(base, rows, row_stride, mask, FIRST, D: tl.constexpr, NG: tl.constexpr):
-    """Tuple of ``[N, 32]`` tiles, one per group of 32 channels, 0 where masked or past ``D``."""
+def load_groups(start, live, D: tl.constexpr, NG: tl.constexpr):
+    """Tuple of ``[N, 32]`` tiles, one per group of 32 channels, from ``start [N]``; 0 where masked or past ``D``."""
     out = ()
     for g in tl.static_range(NG):
         channel = g * 32 + tl.arange(0, 32)
-        keep = mask[:, None]
+        keep = live[:, None]
         if g * 32 + 32 > D:
             keep = keep & (channel < D)[None, :]
-        out = out + (tl.load(base + rows[:, None] * row_stride + channel[None, :], mask=keep, other=FIRST),)
+        out = out + (tl.load(start[:, None] + channel[None, :], mask=keep, other=0),)
     return out
 
 
 @triton.jit
-def load_words(base, rows, row_stride, mask, W: tl.constexpr, NG: tl.constexpr):
-    """Tuple of ``[N, 8]`` int32 words, four codes each, one per group of 32 channels."""
+def load_queries(q_base, valid, keep_ptr, D: tl.constexpr, NG: tl.constexpr, BYPASS: tl.constexpr):
+    """Tuple of ``[32, M]`` queries from ``q_base [M]``, one per group, 0 at bypassed channels."""
     out = ()
     for g in tl.static_range(NG):
-        word = g * 8 + tl.arange(0, 8)
-        keep = mask[:, None]
-        if g * 8 + 8 > W:
-            keep = keep & (word < W)[None, :]
-        out = out + (tl.load(base + rows[:, None] * row_stride + word[None, :], mask=keep, other=0),)
+        out = out + (load_query_block(q_base, valid, keep_ptr, g * 32 + tl.arange(0, 32), D, BYPASS),)
     return out
 
 
 @triton.jit
-def unpack(words, N: tl.constexpr):
-    """Codes ``[N, 32]`` int32 of ``[N, 8]`` words, lowest byte first."""
-    shift = 24 - 8 * tl.arange(0, 4)
-    codes = (words[:, :, None] << shift[None, None, :]) >> 24
-    return tl.reshape(codes, (N, 32))
+def load_values(start, live, D: tl.constexpr, GV: tl.constexpr):
+    """``[N, GV, 32]`` from ``start [N]``: one product with the weights of each group reads it as a batch."""
+    channel = (tl.arange(0, GV) * 32)[None, :, None] + tl.arange(0, 32)[None, None, :]
+    keep = live[:, None, None]
+    if GV * 32 > D:
+        keep = keep & (channel < D)
+    return tl.load(start[:, None, None] + channel, mask=keep, other=0)
 
 
 @triton.jit
-def load_query_group(q_base, row, row_stride, valid, g, D: tl.constexpr):
-    """Queries ``[M, 32]`` of group ``g``, which need not be known at compile time."""
-    channel = g * 32 + tl.arange(0, 32)
-    keep = valid[:, None] & (channel < D)[None, :]
-    return tl.load(q_base + row[:, None] * row_stride + channel[None, :], mask=keep, other=0.0)
+def usable(s):
+    """Scale for the arithmetic: 0 where it is unknown (infinite; its radius is infinite too)."""
+    return tl.where(s < float("inf"), s, 0.0)
 
 
 @triton.jit
-def row_terms(
-    q_base,
-    row,
-    row_stride,
-    valid,
-    seed,
-    row_id,
-    layer,
-    head,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    NG: tl.constexpr,
-):
-    """Tuple of ``kappa_g = <q_g, u_g>`` ``[M]`` of one dither row. A loop, not unrolled: code is drawn
-    once."""
-    column = tl.arange(0, 8)[None, :]
-    table = tl.zeros((M, 8), tl.float32)
-    for g in tl.range(0, NG, num_stages=1):
-        q = load_query_group(q_base, row, row_stride, valid, g, D).to(tl.float32)
-        u = dither_row(seed, row_id, layer, head, g)
-        table = tl.where(column == g, tl.sum(q * u[None, :], 1)[:, None], table)
+def load_scales(ptr, line, live, NG: tl.constexpr):
+    """Tuple of ``[N]`` fp32 scales, infinite where they are no number or negative.
+
+    ``ptr`` counts int32 words of two scales where ``NG`` is even (an asynchronous copy takes no less than a
+    word), fp16 numbers where it is odd.
+    """
+    out = ()
+    if NG % 2 == 0:
+        for pair in tl.static_range(NG // 2):
+            words = tl.load(ptr + line * (NG // 2) + pair, mask=live, other=0)
+            for half in tl.static_range(2):
+                bits = ((words >> (16 * half)) & 0xFFFF).to(tl.int16)
+                s = bits.to(tl.float16, bitcast=True).to(tl.float32)
+                out = out + (tl.where(s >= 0.0, s, float("inf")),)
+    else:
+        for g in tl.static_range(NG):
+            s = tl.load(ptr + line * NG + g, mask=live, other=0.0).to(tl.float32)
+            out = out + (tl.where(s >= 0.0, s, float("inf")),)
+    return out
+
+
+@triton.jit
+def usable_scales(s, NG: tl.constexpr):
+    """:func:`usable` of a tuple."""
     out = ()
     for g in tl.static_range(NG):
-        out = out + (tl.sum(tl.where(column == g, table, 0.0), 1),)
+        out = out + (usable(s[g]),)
     return out
 
 
 @triton.jit
-def tile_terms(
-    q_base,
-    row,
-    row_stride,
-    valid,
-    scales,
-    row_id,
-    live,
-    seed,
-    layer,
-    head,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    NG: tl.constexpr,
-):
-    """``sum_g s_g <q_g, u_g>`` ``[N, M]`` where every token has a row of its own."""
-    total = tl.zeros((N, M), tl.float32)
-    for g in tl.range(0, NG, num_stages=1):
-        q = load_query_group(q_base, row, row_stride, valid, g, D)
-        s = tl.load(scales + g, mask=live, other=0.0).to(tl.float32)
-        u = dither_tile(seed, row_id, layer, head, g, N).to(q.dtype)
-        dot = tl.dot(u, tl.trans(q), input_precision="ieee")
-        total += tl.where((s >= 0.0) & (s < float("inf")), s, 0.0)[:, None] * dot
-    return total
+def load_scale_tile(ptr, line, live, NG: tl.constexpr, GV: tl.constexpr):
+    """``[N, GV]`` fp32 scales from fp16 ones, infinite where they are no number or negative; 0 past ``NG``."""
+    group = tl.arange(0, GV)
+    keep = live[:, None] & (group < NG)[None, :]
+    s = tl.load(ptr + line[:, None] * NG + group[None, :], mask=keep, other=0.0).to(tl.float32)
+    return tl.where(s >= 0.0, s, float("inf"))
+
+
+@triton.jit
+def packed_logits(k, q, s, kappa, dithered, N: tl.constexpr, M: tl.constexpr, NG: tl.constexpr):
+    """``sum_g s_g (<q_g, k_g> - dithered kappa_g)`` ``[N, M]``, to be multiplied with the softmax scale.
+
+    Codes are exact in 16 bit, so the products go through tensor cores and only the scales are applied in fp32.
+    ``dithered`` is 1 where the dither row of ``kappa`` applies, else 0: one number, or ``[N, 1]``.
+    """
+    z = tl.zeros((N, M), tl.float32)
+    for g in tl.static_range(NG):
+        dot = tl.dot(k[g].to(q[g].dtype), q[g], input_precision="ieee")
+        z += (dot - kappa[g][None, :] * dithered) * s[g][:, None]
+    return z
+
+
+@triton.jit
+def add_values(out, factor, w, s, v, P_DTYPE: tl.constexpr):
+    """``out [GV, 32, M]`` rescaled by ``factor [M]`` plus ``sum_t w_t s_tg v_t`` of weights ``[N, M]``, scales
+    ``[N, GV]`` and ``v [N, GV, 32]``."""
+    ws = w[None, :, :] * tl.trans(s)[:, :, None]
+    v = tl.permute(v.to(P_DTYPE), (1, 2, 0))
+    return tl.dot(v, ws.to(P_DTYPE), out * factor[None, None, :], input_precision="ieee")
+
+
+@triton.jit
+def store_values(ptr, out, D: tl.constexpr, valid, GV: tl.constexpr):
+    """``out [GV, 32, M]`` at ``ptr [M]``."""
+    channel = (tl.arange(0, GV) * 32)[:, None, None] + tl.arange(0, 32)[None, :, None]
+    tl.store(ptr[None, None, :] + channel, out.to(ptr.dtype.element_ty), mask=valid[None, None, :] & (channel < D))

@@ -14,7 +14,9 @@ from witcert_core.dither import DitherKey, num_groups
 from witcert_core.errors import InputError
 from witcert_core.kernels.common import dispatch, slack
 from witcert_core.kernels.common.backend import check_compute_dtype, resolve, weights_are_cast
+from witcert_core.kernels.common.bypass import BypassedKeys
 from witcert_core.kernels.common.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
+from witcert_core.kernels.counters import counter_of
 from witcert_core.kernels.decode.launch import decode_int8_op
 from witcert_core.kernels.decode.reference import decode_reference
 from witcert_core.kernels.repair.pages import RepairedPages
@@ -73,6 +75,7 @@ def decode_int8(
     delta_loc: Tensor | None = None,
     witness: Tensor | None = None,
     repaired: RepairedPages | None = None,
+    bypass: BypassedKeys | None = None,
     flag: Tensor | None = None,
     counters: Tensor | None = None,
     out: Tensor | None = None,
@@ -102,6 +105,7 @@ def decode_int8(
         delta_loc: fp32 ``[R]`` probability a cell may spend; absent or 0: deterministic radii.
         witness: uint8 ``[P, page_size, Hkv, Gr]`` group witnesses of K (276-byte layout).
         repaired: pages that are exact; needs ``k_scale`` and ``v_scale`` of 1.
+        bypass: K channels kept in 16 bit, in the dtype of the queries.
         flag: int32 ``[1]`` on the device, read by the kernels: 0 skips the meter (captured graphs).
         counters: int64 ``[layers]``; entry ``layer`` grows by the number of cells measured.
         out, lse, acc, workspace: preallocated results and scratch.
@@ -125,6 +129,8 @@ def decode_int8(
         repaired.check(k.shape[0], page_size, kv_heads, head_dim, v_dim, q.dtype)
         if k_scale != 1.0 or v_scale != 1.0:
             raise InputError(f"k_scale={k_scale} and v_scale={v_scale} must be 1 beside repaired pages")
+    if bypass is not None:
+        bypass.check(k, q.dtype)
     ids = dispatch.row_bits(row_ids, k.shape[0] * page_size)
     scale = dispatch.default_scale(sm_scale, head_dim, k_scale)
     sinks = dispatch.kernel_float(sinks, "sinks", heads)
@@ -151,6 +157,7 @@ def decode_int8(
             alibi_slopes=slopes,
             q_len=q_len,
             repaired=repaired,
+            bypass=bypass,
             cast=weights_are_cast(q.dtype),
         )
         return result[0].to(q.dtype), result[1].to(torch.float32), result[2].to(torch.float32)
@@ -167,11 +174,7 @@ def decode_int8(
     if acc is None:
         size = rows if meter else 0
         acc = torch.full((size, heads, NUM_ACC_FIELDS), float("inf"), dtype=torch.float32, device=q.device)
-    if counters is None:
-        counter = torch.zeros(1, dtype=torch.int64, device=q.device)
-    else:
-        dispatch.check_vector("counters", counters, counters.numel(), torch.int64)
-        counter = counters[layer : layer + 1]
+    counter = counter_of(counters, layer, q.device)
     if delta_loc is None:
         delta_loc = torch.zeros(rows, dtype=torch.float32, device=q.device)
     # With a flag both forms are launched, and each looks at the flag on the device.
@@ -196,6 +199,9 @@ def decode_int8(
             None if repaired is None else repaired.index,
             None if repaired is None else repaired.k,
             None if repaired is None else repaired.v,
+            None if bypass is None else bypass.keep,
+            None if bypass is None else bypass.channels,
+            None if bypass is None else bypass.k,
             out,
             lse,
             acc,

@@ -7,29 +7,113 @@ from torch import Tensor
 
 from witcert_core.dither import num_groups
 from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.backend import weights_are_cast
+from witcert_core.kernels.common.launch import (
+    NUM_STAGES,
+    NUM_WARPS,
+    TILE_ROWS,
+    TILE_TOKENS,
+    Attention,
+    PackedCache,
+    Pages,
+    Rows,
+    group_count,
+    launch_merge,
+    scale_words,
+    weight_dtype,
+)
 
-NUM_WARPS = 8
-TILE_ROWS = 8
-"""Query rows of a tile, fixed for bitwise invariance: the least that tensor cores take."""
-MERGE_BLOCK = 16
 
+def launch_decode_split(
+    q: Tensor,
+    cache: PackedCache,
+    pages: Pages,
+    call: Attention,
+    delta_loc: Tensor,
+    part_o: Tensor,
+    part_m: Tensor,
+    *,
+    splits: int,
+    meter: bool,
+    alibi_slopes: Tensor | None = None,
+    rows: Rows | None = None,
+    flag: Tensor | None = None,
+    run_if: int = 0,
+) -> None:
+    """Split pass of rows ``q [R, Hq, D]`` over INT8 pages: the first ``splits`` splits of the workspace."""
+    import triton
 
-def tile_tokens(device: torch.device) -> tuple[int, int]:
-    """Tokens of a tile and pipeline stages, by what compiles without spills (``bench/static.md``)."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
-        return 32, 1
-    return slack.TILE_TOKENS, 2
+    from witcert_core.kernels.decode.triton import decode_split
 
-
-def weight_dtype(compute: torch.dtype) -> object:
-    """Triton dtype in which weights meet V: fp32 for fp32, else bf16, whose range fits ``p * s``.
-
-    The interpreter has no sound bf16 dot; it keeps fp32.
-    """
-    import triton.language as tl
-
-    return tl.bfloat16 if weights_are_cast(compute) else tl.float32
+    num_rows, heads, head_dim = q.shape
+    k, v = cache.k, cache.v
+    kv_heads, page_size, v_dim = k.shape[2], k.shape[1], v.shape[3]
+    group = heads // kv_heads
+    some_int, some_key = pages.indptr, q
+    decode_split[(num_rows // call.q_len * -(-call.q_len * group // TILE_ROWS), kv_heads, splits)](
+        q,
+        k,
+        v,
+        scale_words(cache.k_scales),
+        cache.v_scales,
+        cache.k_scales if cache.witness is None else cache.witness,
+        cache.row_ids,
+        cache.head_ids,
+        pages.indptr,
+        pages.indices,
+        pages.last_page_len,
+        some_int if rows is None else rows.request,
+        some_int if rows is None else rows.position,
+        some_int if rows is None else rows.limit,
+        delta_loc,
+        delta_loc if alibi_slopes is None else alibi_slopes,
+        some_int if flag is None else flag,
+        some_int if cache.exact_index is None else cache.exact_index,
+        some_key if cache.k_exact is None else cache.k_exact,
+        some_key if cache.v_exact is None else cache.v_exact,
+        some_int if cache.keep is None else cache.keep,
+        some_int if cache.channels is None else cache.channels,
+        some_key if cache.k_bypass is None else cache.k_bypass,
+        part_o,
+        part_m,
+        q.stride(0),
+        q.stride(1),
+        *k.stride()[:3],
+        *v.stride()[:3],
+        call.layer,
+        call.seed,
+        call.sm_scale,
+        call.logits_soft_cap,
+        call.window_left,
+        call.q_len,
+        part_m.shape[2],
+        heads,
+        kv_heads,
+        G=group,
+        D=head_dim,
+        DV=v_dim,
+        GV=group_count(v_dim),
+        PAGE=page_size,
+        M=TILE_ROWS,
+        N=TILE_TOKENS,
+        SPLIT=slack.SPLIT_TOKENS,
+        METER=meter,
+        WITNESS=cache.witness is not None,
+        SOFT_CAP=call.logits_soft_cap > 0.0,
+        WINDOW=call.window_left >= 0,
+        ALIBI=alibi_slopes is not None,
+        ROWS=rows is not None,
+        MULTI=call.q_len > 1,
+        FLAG=run_if,
+        MIXED=cache.exact_index is not None,
+        BYPASS=cache.bypass,
+        BP=max(16, triton.next_power_of_2(cache.bypass)),
+        P_DTYPE=weight_dtype(q.dtype),
+        DOT_ERROR=slack.int8_dot_error(num_groups(head_dim)),
+        EXACT_DOT_ERROR=slack.dot_error(head_dim),
+        BYPASS_DOT_ERROR=slack.dot_error(cache.bypass + 1),
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+    )
 
 
 @torch.library.custom_op("witcert::decode_int8", mutates_args=("out", "lse", "acc", "part_o", "part_m", "counter"))
@@ -52,6 +136,9 @@ def decode_int8_op(
     exact_index: Tensor | None,
     k_exact: Tensor | None,
     v_exact: Tensor | None,
+    bypass_keep: Tensor | None,
+    bypass_channels: Tensor | None,
+    k_bypass: Tensor | None,
     out: Tensor,
     lse: Tensor,
     acc: Tensor,
@@ -70,118 +157,55 @@ def decode_int8_op(
 ) -> None:
     """K and V as ``[P, page_size, Hkv, D]`` views; workspaces ``part_o [R, H, splits, Dv]``, ``part_m [..,
     16]``."""
-    import triton
-
-    from witcert_core.kernels.common.merge import merge_splits
-    from witcert_core.kernels.decode.triton import decode_split
-
-    num_rows, heads, head_dim = q.shape
-    kv_heads, page_size, v_dim = k.shape[2], k.shape[1], v.shape[3]
-    group, num_splits = heads // kv_heads, part_o.shape[2]
-    requests = num_rows // q_len
-    m_tiles = -(-q_len * group // TILE_ROWS)
-    tokens, stages = tile_tokens(q.device)
-    window = window_left >= 0
-    side = k_scales if witness is None else witness
-    if num_rows == 0 or num_splits == 0:
+    num_splits = part_o.shape[2]
+    if q.shape[0] == 0 or num_splits == 0:
         return
-    k_words, v_words = k.view(torch.int32), v.view(torch.int32)
-    decode_split[(requests * m_tiles, kv_heads, num_splits)](
-        q,
-        k_words,
-        v_words,
+    cache = PackedCache(
+        k,
+        v,
         k_scales,
         v_scales,
-        side,
+        witness,
         row_ids,
         head_ids,
-        kv_indptr,
-        kv_indices,
-        kv_last_page_len,
-        kv_indptr,
-        kv_indptr,
-        kv_indptr,
+        bypass_keep,
+        bypass_channels,
+        k_bypass,
+        exact_index,
+        k_exact,
+        v_exact,
+    )
+    pages = Pages(kv_indptr, kv_indices, kv_last_page_len)
+    call = Attention(layer, seed, sm_scale, v_scale, logits_soft_cap, window_left, q_len)
+    launch_decode_split(
+        q,
+        cache,
+        pages,
+        call,
         delta_loc,
-        q if alibi_slopes is None else alibi_slopes,
-        kv_indptr if flag is None else flag,
-        kv_indptr if exact_index is None else exact_index,
-        q if k_exact is None else k_exact,
-        q if v_exact is None else v_exact,
         part_o,
         part_m,
-        q.stride(0),
-        q.stride(1),
-        *k_words.stride()[:3],
-        *v_words.stride()[:3],
-        layer,
-        seed,
-        sm_scale,
-        logits_soft_cap,
-        window_left,
-        q_len,
-        num_splits,
-        heads,
-        kv_heads,
-        G=group,
-        D=head_dim,
-        DV=v_dim,
-        PAGE=page_size,
-        M=TILE_ROWS,
-        N=tokens,
-        SPLIT=slack.SPLIT_TOKENS,
-        METER=meter,
-        WITNESS=witness is not None,
-        SOFT_CAP=logits_soft_cap > 0.0,
-        WINDOW=window,
-        ALIBI=alibi_slopes is not None,
-        ROWS=False,
-        MULTI=q_len > 1,
-        FLAG=run_if,
-        MIXED=exact_index is not None,
-        P_DTYPE=weight_dtype(q.dtype),
-        DOT_ERROR=slack.int8_dot_error(num_groups(head_dim)),
-        EXACT_DOT_ERROR=slack.dot_error(head_dim),
-        num_warps=NUM_WARPS,
-        num_stages=stages,
+        splits=num_splits,
+        meter=meter,
+        alibi_slopes=alibi_slopes,
+        flag=flag,
+        run_if=run_if,
     )
-    merge_splits[(num_rows, heads)](
+    launch_merge(
         part_o,
         part_m,
         out,
         lse,
         acc,
-        lse,
-        q if sinks is None else sinks,
-        kv_indptr,
-        kv_last_page_len,
-        kv_indptr,
-        kv_indptr,
-        kv_indptr,
-        kv_indptr,
-        kv_indptr,
-        kv_indptr if flag is None else flag,
         counter,
-        out.stride(0),
-        out.stride(1),
-        v_scale,
-        window_left,
-        q_len,
-        num_splits,
-        heads,
-        DV=v_dim,
-        DV_PAD=triton.next_power_of_2(v_dim),
-        PAGE=page_size,
-        SPLIT=slack.SPLIT_TOKENS,
-        BLOCK=MERGE_BLOCK,
-        METER=meter,
-        SINK=sinks is not None,
-        WINDOW=window,
-        ROWS=False,
-        FLAG=run_if,
-        STORE_OUT=True,
-        OMEGA=False,
-        TAIL=False,
-        num_warps=4,
+        pages,
+        call,
+        page_size=k.shape[1],
+        v_dim=v.shape[3],
+        meter=meter,
+        sinks=sinks,
+        flag=flag,
+        run_if=run_if,
     )
 
 

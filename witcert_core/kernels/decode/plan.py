@@ -15,8 +15,10 @@ from torch import Tensor
 
 from witcert_core.dither import DitherKey
 from witcert_core.errors import InputError, UnsupportedError
+from witcert_core.kernels.common.bypass import BypassedKeys
 from witcert_core.kernels.common.pages import PagedCache, PageTable
 from witcert_core.kernels.decode import Workspace, decode_int8
+from witcert_core.kernels.repair.pages import RepairedPages
 from witcert_core.layout import NUM_ACC_FIELDS
 
 
@@ -137,6 +139,8 @@ class BatchDecodeWithInt8PagedKVCacheWrapper:
         meter: bool = True,
         delta_loc: Tensor | None = None,
         witness: Tensor | None = None,
+        repaired: RepairedPages | None = None,
+        bypass: BypassedKeys | None = None,
         flag: Tensor | None = None,
         counters: Tensor | None = None,
         return_lse: bool = False,
@@ -163,6 +167,8 @@ class BatchDecodeWithInt8PagedKVCacheWrapper:
             sinks=sinks,
             meter=meter,
             witness=witness,
+            repaired=repaired,
+            bypass=bypass,
             flag=flag,
             counters=counters,
             **arguments,

@@ -11,6 +11,7 @@ from torch import Tensor
 from witcert_core.accumulate import accumulate
 from witcert_core.dither import DitherKey, rows
 from witcert_core.kernels.common import slack
+from witcert_core.kernels.common.bypass import BypassedKeys
 from witcert_core.kernels.common.pages import PageTable, gather
 from witcert_core.kernels.repair.pages import RepairedPages
 from witcert_core.layout import NUM_ACC_FIELDS, AccField
@@ -59,6 +60,14 @@ def key_radius(
     return c + slack.CAST if cast else c
 
 
+def bypass_error(q_bypass: Tensor, stored: Tensor, bypass: BypassedKeys, sm_scale: float) -> Tensor:
+    """Rounding of the fp32 product over the bypassed channels ``[H, S]``: ``q_bypass [H, D]`` is 0 elsewhere,
+    ``stored [S, Hkv, 2 m]``."""
+    groups = q_bypass.shape[0] // stored.shape[1]
+    norms = q_bypass.norm(dim=-1)[:, None] * stored.double().norm(dim=-1).T.repeat_interleave(groups, dim=0)
+    return norms * (abs(sm_scale) * slack.dot_error(stored.shape[2] + 1))
+
+
 def decode_reference(
     q: Tensor,
     k_codes: Tensor,
@@ -82,6 +91,7 @@ def decode_reference(
     q_len: int = 1,
     cast: bool = False,
     repaired: RepairedPages | None = None,
+    bypass: BypassedKeys | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[R, H, Dv]``, base-2 lse ``[R, H]`` and accumulators ``[R, H, 16]``, all float64.
 
@@ -107,9 +117,13 @@ def decode_reference(
         v = dequantize(gather(v_codes, slots), gather(v_scales, slots)) * v_scale
         old_k, old_v = gather(k_scales, slots), gather(v_scales, slots)
         never = (ids == 0)[:, None].expand(k.shape[:2])
-        own: Tensor | float = 0.0
         row = q[r].to(torch.float64)
         groups = heads // k.shape[1]
+        spared, own = row, torch.zeros(heads, slots.numel(), dtype=torch.float64)
+        if bypass is not None:
+            spared = bypass.spare(row)
+            own = own + bypass_error(row - spared, gather(bypass.k, slots), bypass, sm_scale)
+            k = bypass.put(k, gather(bypass.k, slots))
         if repaired is not None:
             entry = repaired.index[slots // page_size].to(torch.int64)
             fixed = (entry >= 0)[..., None]
@@ -120,7 +134,7 @@ def decode_reference(
             never = never & ~fixed[..., 0]
             norms = k.norm(dim=-1).T.repeat_interleave(groups, dim=0) * row.norm(dim=-1)[:, None]
             exact = fixed[..., 0].T.repeat_interleave(groups, dim=0)
-            own = torch.where(exact, norms, 0.0) * (abs(sm_scale) * slack.dot_error(head_dim))
+            own = own + torch.where(exact, norms, 0.0) * (abs(sm_scale) * slack.dot_error(head_dim))
         z = torch.einsum("hd,shd->hs", row, k.repeat_interleave(groups, dim=1)) * sm_scale
         if logits_soft_cap > 0:
             z = logits_soft_cap * torch.tanh(z / logits_soft_cap)
@@ -130,7 +144,7 @@ def decode_reference(
             bias = alibi_slopes.to(torch.float64)[:, None] * distance
             z = z + bias
         c = key_radius(
-            row,
+            spared,
             old_k,
             None if witness is None else gather(witness, slots),
             never,

@@ -1,17 +1,21 @@
 """Split-K decode attention over INT8 pages, with the meter's sums in the same pass.
 
-One program reads one split (512 tokens) of one request and KV head for a tile of 16 (query row, head) pairs.
+One program reads one split (512 tokens) of one request and KV head for a tile of 8 (query row, head) pairs.
 Codes are exact in 16 bit, so ``<q_g, code_g>`` goes through tensor cores group by group and only the scales
-are applied in fp32: ``z = sum_g s_g (<q_g, code_g> - <q_g, u_g>)``. Where all tokens of a tile share a dither
-row, ``<q_g, u_g>`` is computed once for the row; elsewhere the rows are drawn. V is rounded to nearest,
-without dither: its bound is deterministic and the same, and nothing is drawn for it.
+are applied in fp32: ``z = sum_g s_g (<q_g, code_g> - <q_g, u_g>)``. ``<q_g, u_g>`` is computed once for the dither
+row of the split's first token; tiles in which another row occurs draw the rows of their tokens. V is rounded
+to nearest, without dither: its bound is deterministic and the same, and nothing is drawn for it.
+
+Bypassed K channels (``BYPASS`` of them, a list per KV head) are read in 16 bit beside their zeroed codes; the
+queries of the INT8 product are 0 there, so neither scale nor dither reaches them. Tokens of repaired pages
+(``MIXED``) take their exact K and V with scale 1 and no dither.
 """
 
 # Triton functions are compiled from their source, so their parameters carry no Python types.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
 # mypy: disable-error-code="assignment,index"
 # Triton has no starred tuples, and a compile-time and a run-time test cannot share one condition.
-# ruff: noqa: RUF005, SIM102, SIM300, B007
+# ruff: noqa: RUF005, SIM102, SIM300
 
 from __future__ import annotations
 
@@ -20,27 +24,119 @@ import triton.language as tl
 
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.device import (
+    alibi_bias,
     dither_radius,
     meter_start,
     meter_store,
     meter_values,
     meter_weights,
-    next_reference,
+    query_length,
     soft_cap,
+    softmax_radius,
+    squares,
+    store_sums,
     union_tail,
+    weigh,
 )
-from witcert_core.kernels.common.tiles import load_groups, load_words, row_terms, tile_terms, unpack
+from witcert_core.kernels.common.dither_terms import row_terms, tile_terms
+from witcert_core.kernels.common.paged import left_out, locate, query_tile, visible_span
+from witcert_core.kernels.common.tiles import (
+    add_values,
+    load_groups,
+    load_queries,
+    load_scale_tile,
+    load_scales,
+    load_values,
+    packed_logits,
+    store_values,
+    usable,
+    usable_scales,
+)
 
 _ARITHMETIC = tl.constexpr(slack.MAX_CODE)
-_SOFTMAX = tl.constexpr(slack.SOFTMAX)
-_SOFTCAP = tl.constexpr(slack.SOFTCAP)
-_BIAS = tl.constexpr(slack.BIAS)
-_FAR = tl.constexpr(slack.FAR)
 _CAST = tl.constexpr(slack.CAST)
 _UP = tl.constexpr(slack.RADIUS_UP)
 _WITNESS_UNIT = tl.constexpr(32.0**0.5 / 510.0 * (1.0 + 2.0**-15) * slack.RADIUS_UP)
-_LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(slack.META_FIELDS)
+
+
+@triton.jit
+def quantization_radius(
+    norm1,
+    norm2,
+    s,
+    codes_ptr,
+    line,
+    live,
+    tail,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    NG: tl.constexpr,
+    WITNESS: tl.constexpr,
+    DOT_ERROR: tl.constexpr,
+):
+    """Tier D's radius, or the stored witness's where smaller, and the INT8 product's own error ``[N, M]``.
+
+    ``norm1``, ``norm2``: tuples of ``|scale| ||q_g||`` rounded up; NaN or infinity where a scale is unknown.
+    """
+    l1 = tl.zeros((N, M), tl.float32)
+    variance = tl.zeros((N, M), tl.float32)
+    stored = tl.zeros((N, M), tl.float32)
+    for g in tl.static_range(NG):
+        size = norm2[g][None, :] * s[g][:, None]
+        l1 += norm1[g][None, :] * s[g][:, None]
+        variance += size * size
+        if WITNESS:
+            code = tl.load(codes_ptr + line * NG + g, mask=live, other=0).to(tl.float32)
+            stored += size * (code * _WITNESS_UNIT)[:, None]
+    c = dither_radius(l1, variance, tail)
+    if WITNESS:
+        c = tl.where(stored < c, stored, c)
+    return c + l1 * (_ARITHMETIC * DOT_ERROR)
+
+
+@triton.jit
+def load_bypass(
+    ptr,
+    line,
+    live,
+    channel_ptr,
+    exact_start,
+    exact,
+    BYPASS: tl.constexpr,
+    BP: tl.constexpr,
+    MIXED: tl.constexpr,
+):
+    """Keys ``[N, BP]`` of the bypassed channels, from the exact page where there is one."""
+    column = tl.arange(0, BP)
+    keep = live[:, None] & (column < BYPASS)[None, :]
+    packed = keep
+    if MIXED:
+        packed = keep & (exact == 0)[:, None]
+    k = tl.load(ptr + line[:, None] * BYPASS + column[None, :], mask=packed, other=0.0)
+    if MIXED:
+        channel = tl.load(channel_ptr + column, mask=column < BYPASS, other=0)
+        whole = tl.load(exact_start[:, None] + channel[None, :], mask=keep & exact[:, None], other=0.0)
+        k = tl.where(exact[:, None], whole, k)
+    return k
+
+
+@triton.jit
+def _with_exact(k, s, multiplier, k_exact, exact, NG: tl.constexpr):
+    """Keys, radius scales and logit scales of a tile in which ``exact`` tokens are repaired."""
+    keys = ()
+    radius = ()
+    logit = ()
+    for g in tl.static_range(NG):
+        keys = keys + (tl.where(exact[:, None], k_exact[g], k[g].to(k_exact[g].dtype)),)
+        radius = radius + (tl.where(exact, 0.0, s[g]),)
+        logit = logit + (tl.where(exact, 1.0, multiplier[g]),)
+    return keys, radius, logit
+
+
+@triton.jit
+def _values_with_exact(v, v_exact, exact):
+    return tl.where(exact[:, None, None], v_exact, v.to(v_exact.dtype))
 
 
 @triton.jit(do_not_specialize=["layer", "seed"])
@@ -65,6 +161,9 @@ def decode_split(
     exact_index_ptr,
     k_exact_ptr,
     v_exact_ptr,
+    keep_ptr,
+    channel_ptr,
+    k_bypass_ptr,
     part_o_ptr,
     part_m_ptr,
     stride_q_row,
@@ -87,6 +186,7 @@ def decode_split(
     G: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    GV: tl.constexpr,
     PAGE: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -100,153 +200,111 @@ def decode_split(
     MULTI: tl.constexpr,
     FLAG: tl.constexpr,
     MIXED: tl.constexpr,
+    BYPASS: tl.constexpr,
+    BP: tl.constexpr,
     P_DTYPE: tl.constexpr,
     DOT_ERROR: tl.constexpr,
     EXACT_DOT_ERROR: tl.constexpr,
+    BYPASS_DOT_ERROR: tl.constexpr,
 ):
-    """Grid ``(requests * m_tiles, Hkv, splits)``; ``k_ptr``, ``v_ptr`` and their strides count words of four
-    codes.
+    """Grid ``(requests * m_tiles, Hkv, splits)``; rows as in ``visible_span``, ``MULTI``: ``q_len > 1``.
 
-    Words are unpacked in registers, so that operands are rearranged as 16-bit numbers, not byte by byte.
-    With ``ROWS`` each tile is one query row with its own request (``request_ptr``), position
-    (``position_ptr``) and number of paged tokens before it that it may see (``limit_ptr``); otherwise request
-    ``b`` owns rows ``b q_len .. b q_len + q_len - 1`` at the end of its tokens (``MULTI``: more than one).
-    ``FLAG``: 0 always runs, 1 only when the flag is set, 2 only when it is not.
+    ``ks_ptr`` as in ``load_scales``. With ``BYPASS`` channels a head: ``keep_ptr [Hkv, D]`` is 0 at them,
+    ``channel_ptr [Hkv, BYPASS]`` lists them, ``k_bypass_ptr`` holds their keys.
     """
     NG: tl.constexpr = (D + 31) // 32
     NV: tl.constexpr = (DV + 31) // 32
-    if FLAG == 1:
-        if tl.load(flag_ptr) == 0:
-            return
-    if FLAG == 2:
-        if tl.load(flag_ptr) != 0:
-            return
-    m_tiles = (q_len * G + M - 1) // M
-    tile = tl.program_id(0) // m_tiles
+    if left_out(flag_ptr, FLAG):
+        return
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    pair = (tl.program_id(0) % m_tiles) * M + tl.arange(0, M)
-    query = pair // G
-    valid = pair < q_len * G
-    row = (tile * q_len + query).to(tl.int64)
-    head = kv_head * G + pair % G
-
-    request = tile
-    if ROWS:
-        request = tl.load(request_ptr + tile)
-    page0 = tl.load(indptr_ptr + request)
-    pages = tl.load(indptr_ptr + request + 1) - page0
-    length = tl.where(pages > 0, (pages - 1) * PAGE + tl.load(last_len_ptr + request), 0)
+    tile, query, valid, row, head = query_tile(q_len, kv_head, G, M)
+    page0, position, limit, first, length = visible_span(
+        tile,
+        query,
+        q_len,
+        window_left,
+        indptr_ptr,
+        last_len_ptr,
+        request_ptr,
+        position_ptr,
+        limit_ptr,
+        PAGE,
+        ROWS,
+        WINDOW,
+    )
     begin = split * SPLIT
-    position = length - q_len + query
-    limit = position + 1
-    if ROWS:
-        position = tl.load(position_ptr + tile) + query * 0
-        length = tl.minimum(length, tl.load(limit_ptr + tile))
-        limit = length + query * 0
     if begin >= length:
         return
-    first = position * 0
+    lowest = tl.min(tl.where(valid, first, length), 0)
     if WINDOW:
-        first = tl.maximum(position - window_left, 0)
-        if begin + SPLIT <= tl.min(tl.where(valid, first, length), 0):
+        if begin + SPLIT <= lowest:
             return
     end = tl.minimum(begin + SPLIT, length)
 
     head64 = kv_head.to(tl.int64)
     k_base = k_ptr + head64 * stride_k_head
     v_base = v_ptr + head64 * stride_v_head
-    q_base = q_ptr + head[:, None] * stride_q_head
-    q = load_groups(q_base, row, stride_q_row, valid, 0.0, D, NG)
-    q_columns = ()
-    for g in tl.static_range(NG):
-        q_columns = q_columns + (tl.trans(q[g]),)
+    q_base = q_ptr + row * stride_q_row + head * stride_q_head
+    keep_ptr += head64 * D
+    channel_ptr += head64 * BYPASS
+    q = load_queries(q_base, valid, keep_ptr, D, NG, BYPASS > 0)
     scale = tl.abs(sm_scale)
     norm1 = ()
     norm2 = ()
     for g in tl.static_range(NG):
         single = q[g].to(tl.float32)
-        norm1 = norm1 + (tl.sum(tl.abs(single), 1) * scale,)
+        norm1 = norm1 + (tl.sum(tl.abs(single), 0) * scale,)
         # Rounded up: the sum of 32 squares and the root are within 2^-18.
-        norm2 = norm2 + (tl.sqrt(tl.sum(single * single, 1)) * (scale * (1.0 + 2.0**-18)),)
-    q_length = tl.zeros((M,), tl.float32)
+        norm2 = norm2 + (tl.sqrt(tl.sum(single * single, 0)) * (scale * (1.0 + 2.0**-18)),)
     if MIXED:
-        for g in tl.static_range(NG):
-            q_length += norm2[g] * norm2[g]
-        # 2^-58 stands for channels whose square underflows.
-        q_length = tl.sqrt(q_length) * _UP + 3.469446951953614e-18
+        whole_length = query_length(q, M, NG) * scale
+    if BYPASS > 0:
+        column = tl.arange(0, BP)
+        channel = tl.load(channel_ptr + column, mask=column < BYPASS, other=0)
+        spared = (column < BYPASS)[:, None] & valid[None, :]
+        q_bypass = tl.load(q_base[None, :] + channel[:, None], mask=spared, other=0.0)
+        bypass_length = query_length((q_bypass,), M, 1) * scale
     tail = union_tail(limit - first, tl.load(delta_ptr + row, mask=valid, other=0.0)) if METER else 0.0
     slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
     global_head = tl.load(head_id_ptr + kv_head)
+    first_page = tl.load(indices_ptr + page0 + begin // PAGE).to(tl.int64)
+    leader = tl.load(row_id_ptr + first_page * PAGE + begin % PAGE)
+    kappa = row_terms(q_base, valid, keep_ptr, seed, leader, layer, global_head, M, D, NG, BYPASS > 0)
 
     ref = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((N, M), tl.float32)
-    out = ()
-    for g in tl.static_range(NV):
-        out = out + (tl.zeros((M, 32), tl.float32),)
-    weights, values = meter_start(N, M)
-    # Row 0 is never issued, so the first tile always computes its row's terms.
-    current = tl.zeros((), tl.int32)
-    kappa = ()
-    for g in tl.static_range(NG):
-        kappa = kappa + (tl.zeros((M,), tl.float32),)
-
+    out = tl.zeros((GV, 32, M), tl.float32)
+    weights, values = meter_start(N, M, M if MULTI else 1)
     for start in range(begin, end, N):
         token = start + tl.arange(0, N)
         live = token < end
-        page = tl.load(indices_ptr + page0 + token // PAGE, mask=live, other=0).to(tl.int64)
-        offset = token % PAGE
+        page, offset = locate(indices_ptr, page0, token, live, PAGE)
         slot = page * PAGE + offset
         row_id = tl.load(row_id_ptr + slot, mask=live, other=0)
         line = slot * num_kv_heads + kv_head
-        k = load_words(k_base + page[:, None] * stride_k_page, offset, stride_k_tok, live, D // 4, NG)
-        v = load_words(v_base + page[:, None] * stride_v_page, offset, stride_v_tok, live, DV // 4, NV)
+        k = load_groups(k_base + page * stride_k_page + offset * stride_k_tok, live, D, NG)
+        v = load_values(v_base + page * stride_v_page + offset * stride_v_tok, live, DV, GV)
+        s = load_scales(ks_ptr, line, live, NG)
+        vs = load_scale_tile(vs_ptr, line, live, NV, GV)
 
-        # Tokens of repaired pages are exact: they have no row, no scale, and radius 0 but for the arithmetic.
         packed = live
+        exact = live
+        exact_line = slot
         if MIXED:
             entry = tl.load(exact_index_ptr + page * num_kv_heads + kv_head, mask=live, other=-1)
-            repaired = entry >= 0
-            packed = live & ~repaired
+            exact = entry >= 0
+            packed = live & (entry < 0)
             exact_line = entry.to(tl.int64) * PAGE + offset
-        leader = tl.max(tl.where(packed, row_id, -2147483648), 0)
-        shared = tl.min(tl.where(packed, row_id, 2147483647), 0) >= leader
-        if shared:
-            if leader != current:
-                current = leader
-                kappa = row_terms(q_base, row, stride_q_row, valid, seed, leader, layer, global_head, M, D, NG)
-
-        z = tl.zeros((N, M), tl.float32)
         undithered = tl.zeros((N, M), tl.float32)
-        l1 = tl.zeros((N, M), tl.float32)
-        variance = tl.zeros((N, M), tl.float32)
-        known = live
-        stored = tl.zeros((N, M), tl.float32)
-        for g in tl.static_range(NG):
-            s_raw = tl.load(ks_ptr + line * NG + g, mask=live, other=0.0).to(tl.float32)
-            fine = packed & (s_raw >= 0.0) & (s_raw < float("inf"))
-            known = known & (fine | ~packed)
-            s = tl.where(fine, s_raw, 0.0)
-            dot = tl.dot(unpack(k[g], N).to(q_ptr.dtype.element_ty), q_columns[g], input_precision="ieee")
-            z += dot * s[:, None]
-            if shared:
-                undithered += kappa[g][None, :] * s[:, None]
-            if METER:
-                l1 += norm1[g][None, :] * s[:, None]
-                size = norm2[g][None, :] * s[:, None]
-                variance += size * size
-                if WITNESS:
-                    code = tl.load(kw_ptr + line * NG + g, mask=live, other=0).to(tl.float32)
-                    stored += size * (code * _WITNESS_UNIT)[:, None]
-
+        shared = tl.max((packed & (row_id != leader)).to(tl.int32), 0) == 0
         if shared == 0:
-            scales = ks_ptr + line * NG
+            half = ks_ptr.to(tl.pointer_type(tl.float16)) + line * NG
             undithered = tile_terms(
                 q_base,
-                row,
-                stride_q_row,
                 valid,
-                scales,
+                keep_ptr,
+                half,
                 row_id,
                 packed,
                 seed,
@@ -255,94 +313,70 @@ def decode_split(
                 N,
                 M,
                 D,
-                NG,
+                BYPASS > 0,
             )
-        z = z - undithered
-        k_square = tl.zeros((N,), tl.float32)
+        dithered = tl.where(shared, 1.0, 0.0)
+        multiplier = usable_scales(s, NG)
+        v_scales = usable(vs)
         if MIXED:
-            k_exact = load_groups(k_exact_ptr, exact_line, D, repaired, 0.0, D, NG)
-            for g in tl.static_range(NG):
-                z = tl.dot(k_exact[g], q_columns[g], z, input_precision="ieee")
-                part = k_exact[g].to(tl.float32)
-                k_square += tl.sum(part * part, 1)
+            dithered = tl.where(packed & shared, 1.0, 0.0)[:, None]
+            k_exact = load_groups(k_exact_ptr + exact_line * D, exact, D, NG)
+            whole = squares(k_exact, N, NG)
+            k, s, multiplier = _with_exact(k, s, multiplier, k_exact, exact, NG)
+            v = _values_with_exact(v, load_values(v_exact_ptr + exact_line * DV, exact, DV, GV), exact)
+            v_scales = tl.where(exact[:, None], 1.0, v_scales)
+            vs = tl.where(exact[:, None], 0.0, vs)
+        z = packed_logits(k, q, multiplier, kappa, dithered, N, M, NG) - undithered
+        if BYPASS > 0:
+            exact_start = k_exact_ptr + exact_line * D
+            k_bypass = load_bypass(k_bypass_ptr, line, live, channel_ptr, exact_start, exact, BYPASS, BP, MIXED)
+            z = tl.dot(k_bypass, q_bypass, z, input_precision="ieee")
         z = z * sm_scale
+
         visible = valid[None, :] & live[:, None]
-        if MULTI:
-            visible = visible & (token[:, None] < limit[None, :])
+        seen = live[:, None]
+        bias = 0.0
         if WINDOW:
             visible = visible & (token[:, None] >= first[None, :])
+            seen = (live & (token >= lowest))[:, None]
+        if MULTI:
+            visible = visible & (token[:, None] < limit[None, :])
+            seen = visible
         if SOFT_CAP:
             z = soft_cap(z, cap)
         if ALIBI:
-            bias = slope[None, :] * (token[:, None] - position[None, :]).to(tl.float32)
+            bias = alibi_bias(slope, token, position)
             z += bias
-        z2 = tl.where(visible, z * _LOG2E, float("-inf"))
-        ref, safe, factor = next_reference(z2, ref)
-        gap = z2 - safe[None, :]
-        w = tl.exp2(gap)
+        w, ref, factor, gap = weigh(z, visible, ref)
         total = total * factor[None, :] + w
         never = packed & (row_id == 0)
         if METER:
-            c = dither_radius(l1, variance, tail)
-            if WITNESS:
-                c = tl.where(stored < c, stored, c)
-            c += l1 * (_ARITHMETIC * DOT_ERROR) + _SOFTMAX
+            c = quantization_radius(norm1, norm2, s, kw_ptr, line, live, tail, N, M, NG, WITNESS, DOT_ERROR)
+            c += softmax_radius(gap, cap, bias, SOFT_CAP, ALIBI)
             if MIXED:
-                c += tl.sqrt(k_square)[:, None] * q_length[None, :] * EXACT_DOT_ERROR
-            # Far below the maximum the subtraction rounds; beyond 2^-150 the weight is 0 anyway.
-            c += tl.where(gap < -150.0, 150.0, tl.abs(gap)) * _FAR
-            if SOFT_CAP:
-                c += cap * _SOFTCAP
-            if ALIBI:
-                c += tl.abs(bias) * _BIAS
+                c += tl.sqrt(whole)[:, None] * whole_length[None, :] * EXACT_DOT_ERROR
+            if BYPASS > 0:
+                spared_norm = tl.sqrt(squares((k_bypass,), N, 1))
+                c += spared_norm[:, None] * bypass_length[None, :] * BYPASS_DOT_ERROR
             if P_DTYPE != tl.float32:
                 c += _CAST
-            c = tl.where((known & ~never)[:, None], c, float("inf"))
-            c = tl.where(visible, c, 0.0)
-            weights = meter_weights(weights, factor, w, c)
+            # An unknown scale makes the radius infinite, or NaN where it meets a query of 0.
+            c = tl.where((c == c) & ~never[:, None], c, float("inf"))
+            weights = meter_weights(weights, factor, w, tl.where(visible, c, 0.0))
 
-        v_square = tl.zeros((N,), tl.float32)
-        rho = tl.zeros((N,), tl.float32)
-        v_known = live
-        if MIXED:
-            v_exact = load_groups(v_exact_ptr, exact_line, DV, repaired, 0.0, DV, NV)
-        new_out = ()
-        for g in tl.static_range(NV):
-            s_raw = tl.load(vs_ptr + line * NV + g, mask=live, other=0.0).to(tl.float32)
-            fine = packed & (s_raw >= 0.0) & (s_raw < float("inf"))
-            v_known = v_known & (fine | ~packed)
-            s = tl.where(fine, s_raw, 0.0)
-            ws = (w * s[:, None]).to(P_DTYPE)
-            code = unpack(v[g], N).to(tl.float32)
-            acc = tl.dot(tl.trans(ws), code.to(P_DTYPE), out[g] * factor[:, None], input_precision="ieee")
-            if MIXED:
-                exact = v_exact[g].to(P_DTYPE)
-                acc = tl.dot(tl.trans(w.to(P_DTYPE)), exact, acc, input_precision="ieee")
-                if METER:
-                    part = v_exact[g].to(tl.float32)
-                    v_square += tl.sum(part * part, 1)
-            if METER:
-                v_square += s * s * tl.sum(code * code, 1)
-            new_out = new_out + (acc,)
-            if METER:
-                channels = 32 if g * 32 + 32 <= DV else DV - g * 32
-                rho += channels * (s * s)
-        out = new_out
-
+        out = add_values(out, factor, w, v_scales, v, P_DTYPE)
         if METER:
+            x = v.to(tl.float32)
+            v_square = tl.sum(v_scales * v_scales * tl.sum(x * x, 2), 1)
             # Half a step in each channel, with the 2^-13 that dequantization in fp32 may add.
-            rho = tl.sqrt(rho) * (0.5 * (1.0 + 2.0**-13) * _UP)
-            rho = tl.where(v_known & ~never, rho, float("inf"))
-            rho = tl.where(live, rho, 0.0)
-            values = meter_values(values, factor, w, v_square, rho, visible)
+            channels = tl.minimum(tl.maximum(DV - 32 * tl.arange(0, GV), 0), 32).to(tl.float32)
+            rho = tl.sqrt(tl.sum(channels[None, :] * (vs * vs), 1)) * (0.5 * (1.0 + 2.0**-13) * _UP)
+            rho = tl.where((rho == rho) & ~never, rho, float("inf"))
+            values = meter_values(values, factor, w, v_square, tl.where(live, rho, 0.0), seen)
 
     cell = (row * num_qo_heads + head) * num_splits + split
-    for g in tl.static_range(NV):
-        channel = g * 32 + tl.arange(0, 32)
-        keep = valid[:, None] & (channel < DV)[None, :]
-        tl.store(part_o_ptr + cell[:, None] * DV + channel[None, :], out[g], mask=keep)
+    store_values(part_o_ptr + cell * DV, out, DV, valid, GV)
     meta = part_m_ptr + cell * _FIELDS
-    tl.store(meta, ref, mask=valid)
-    tl.store(meta + 1, tl.sum(total, 0), mask=valid)
+    store_sums(meta, ref, total, valid)
     if METER:
         meter_store(weights, values, meta, valid, N)
