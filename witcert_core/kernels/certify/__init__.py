@@ -19,6 +19,7 @@ from witcert_core.kernels.certify.reference import certify_reference
 from witcert_core.kernels.common import dispatch, slack
 from witcert_core.kernels.common.backend import check_compute_dtype, resolve
 from witcert_core.kernels.common.pages import PagedCache, PageTable, check_side, split_cache
+from witcert_core.kernels.counters import counter_of
 from witcert_core.layout import NUM_ACC_FIELDS
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -147,11 +148,7 @@ def certify(
     acc = torch.full((rows, heads, NUM_ACC_FIELDS), float("inf"), dtype=torch.float32, device=q.device)
     omega = torch.full((rows, heads), float("inf"), dtype=torch.float32, device=q.device)
     lse = torch.full((rows, heads), float("-inf"), dtype=torch.float32, device=q.device)
-    if counters is None:
-        counter = torch.zeros(1, dtype=torch.int64, device=q.device)
-    else:
-        dispatch.check_vector("counters", counters, counters.numel(), torch.int64)
-        counter = counters[layer : layer + 1]
+    counter = counter_of(counters, layer, q.device)
     limit = None if row_position is None else row_position + 1
     certify_op(
         q,

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from witcert_core.kernels.common import slack
+from witcert_core.kernels.common.launch import TILE_ROWS, Attention, Pages, Rows, group_count, launch_merge
 
 NUM_WARPS = 8
 NUM_STAGES = 1
-TILE_ROWS = 8
 TILE_TOKENS = 32
-MERGE_BLOCK = 16
 
 
 @torch.library.custom_op("witcert::certify", mutates_args=("acc", "omega", "lse", "part_m", "counter"))
@@ -48,8 +47,6 @@ def certify_op(
     import triton
 
     from witcert_core.kernels.certify.triton import certify_split
-    from witcert_core.kernels.common.merge import merge_splits
-    from witcert_core.kernels.common.slack import dot_error
 
     num_rows, heads, head_dim = q.shape
     kv_heads, page_size = k.shape[2], k.shape[1]
@@ -58,9 +55,10 @@ def certify_op(
     if num_rows == 0:
         return
     m_tiles = -(-q_len * group // TILE_ROWS)
-    rows = row_request is not None
     any_int = kv_indptr
-    request, position, limit = (any_int if x is None else x for x in (row_request, row_position, row_limit))
+    rows = None
+    if row_request is not None and row_position is not None and row_limit is not None:
+        rows = Rows(row_request, row_position, row_limit)
     run_if = 0 if flag is None else 1
     certify_split[(num_rows // q_len * m_tiles, kv_heads, num_splits)](
         q,
@@ -72,9 +70,9 @@ def certify_op(
         kv_indptr,
         kv_indices,
         kv_last_page_len,
-        request,
-        position,
-        limit,
+        any_int if rows is None else rows.request,
+        any_int if rows is None else rows.position,
+        any_int if rows is None else rows.limit,
         omega if alibi_slopes is None else alibi_slopes,
         any_int if flag is None else flag,
         part_m,
@@ -93,6 +91,7 @@ def certify_op(
         G=group,
         D=head_dim,
         DV=v_dim,
+        GV=group_count(v_dim),
         PAGE=page_size,
         B=num_bands,
         BP=max(16, triton.next_power_of_2(num_bands)),
@@ -103,50 +102,31 @@ def certify_op(
         SOFT_CAP=logits_soft_cap > 0.0,
         WINDOW=window_left >= 0,
         ALIBI=alibi_slopes is not None,
-        ROWS=rows,
+        ROWS=rows is not None,
+        MULTI=q_len > 1,
         FLAG=run_if,
-        DOT_ERROR=dot_error(head_dim),
+        DOT_ERROR=slack.dot_error(head_dim),
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )
-    merge_splits[(num_rows, heads)](
+    launch_merge(
         part_m,
         part_m,
         lse,
         lse,
         acc,
-        omega,
-        omega if sinks is None else sinks,
-        kv_indptr,
-        kv_last_page_len,
-        request,
-        position,
-        limit,
-        any_int,
-        any_int,
-        any_int if flag is None else flag,
         counter,
-        0,
-        0,
-        v_scale,
-        window_left,
-        q_len,
-        num_splits,
-        heads,
-        DV=v_dim,
-        DV_PAD=16,
-        PAGE=page_size,
-        SPLIT=slack.SPLIT_TOKENS,
-        BLOCK=MERGE_BLOCK,
-        METER=True,
-        SINK=sinks is not None,
-        WINDOW=window_left >= 0,
-        ROWS=rows,
-        FLAG=run_if,
-        STORE_OUT=False,
-        OMEGA=True,
-        TAIL=False,
-        num_warps=4,
+        Pages(kv_indptr, kv_indices, kv_last_page_len),
+        Attention(0, 0, sm_scale, v_scale, logits_soft_cap, window_left, q_len),
+        page_size=page_size,
+        v_dim=v_dim,
+        meter=True,
+        sinks=sinks,
+        rows=rows,
+        omega=omega,
+        flag=flag,
+        run_if=run_if,
+        store_out=False,
     )
 
 

@@ -14,22 +14,23 @@ import triton.language as tl
 
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.device import (
+    alibi_bias,
     meter_start,
     meter_store,
     meter_values,
     meter_weights,
-    next_reference,
+    query_length,
     soft_cap,
+    softmax_radius,
+    squares,
+    store_sums,
+    weigh,
 )
-from witcert_core.kernels.common.tiles import load_groups
+from witcert_core.kernels.common.paged import left_out, locate, query_tile, visible_span
+from witcert_core.kernels.common.tiles import load_groups, load_queries, load_values
 
-_SOFTMAX = tl.constexpr(slack.SOFTMAX)
-_SOFTCAP = tl.constexpr(slack.SOFTCAP)
-_BIAS = tl.constexpr(slack.BIAS)
-_FAR = tl.constexpr(slack.FAR)
-_UP = tl.constexpr(slack.RADIUS_UP)
-_LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(slack.META_FIELDS)
+_UP = tl.constexpr(slack.RADIUS_UP)
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def band_norms(q, NG: tl.constexpr, band_ptr, D: tl.constexpr, M: tl.constexpr, 
     for g in tl.static_range(NG):
         channel = g * 32 + tl.arange(0, 32)
         band = tl.load(band_ptr + channel, mask=channel < D, other=-1)
-        single = q[g].to(tl.float32)
+        single = tl.trans(q[g]).to(tl.float32)
         member = (band[:, None] == column[None, :]).to(tl.float32)
         square += tl.dot(single * single, member, input_precision="ieee")
     return tl.sqrt(square) * (1.0 + 2.0**-18) + 3.469446951953614e-18
@@ -91,6 +92,7 @@ def certify_split(
     G: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    GV: tl.constexpr,
     PAGE: tl.constexpr,
     B: tl.constexpr,
     BP: tl.constexpr,
@@ -102,6 +104,7 @@ def certify_split(
     WINDOW: tl.constexpr,
     ALIBI: tl.constexpr,
     ROWS: tl.constexpr,
+    MULTI: tl.constexpr,
     FLAG: tl.constexpr,
     DOT_ERROR: tl.constexpr,
 ):
@@ -110,105 +113,83 @@ def certify_split(
     Field 14 holds the largest ``omega`` of this kernel and the engine's together, without the radius.
     """
     NG: tl.constexpr = (D + 31) // 32
-    NV: tl.constexpr = (DV + 31) // 32
-    if FLAG == 1:
-        if tl.load(flag_ptr) == 0:
-            return
-    m_tiles = (q_len * G + M - 1) // M
-    tile = tl.program_id(0) // m_tiles
+    if left_out(flag_ptr, FLAG):
+        return
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    pair = (tl.program_id(0) % m_tiles) * M + tl.arange(0, M)
-    query = pair // G
-    valid = pair < q_len * G
-    row = (tile * q_len + query).to(tl.int64)
-    head = kv_head * G + pair % G
-    request = tile
-    if ROWS:
-        request = tl.load(request_ptr + tile)
-    page0 = tl.load(indptr_ptr + request)
-    pages = tl.load(indptr_ptr + request + 1) - page0
-    length = tl.where(pages > 0, (pages - 1) * PAGE + tl.load(last_len_ptr + request), 0)
+    tile, query, valid, row, head = query_tile(q_len, kv_head, G, M)
+    page0, position, limit, first, length = visible_span(
+        tile,
+        query,
+        q_len,
+        window_left,
+        indptr_ptr,
+        last_len_ptr,
+        request_ptr,
+        position_ptr,
+        limit_ptr,
+        PAGE,
+        ROWS,
+        WINDOW,
+    )
     begin = split * SPLIT
-    position = length - q_len + query
-    limit = position + 1
-    if ROWS:
-        position = tl.load(position_ptr + tile) + query * 0
-        limit = tl.load(limit_ptr + tile) + query * 0
-        length = tl.minimum(length, tl.load(limit_ptr + tile))
     if begin >= length:
         return
-    first = position * 0
+    lowest = tl.min(tl.where(valid, first, length), 0)
     if WINDOW:
-        first = tl.maximum(position - window_left, 0)
-        if begin + SPLIT <= tl.min(tl.where(valid, first, length), 0):
+        if begin + SPLIT <= lowest:
             return
     end = tl.minimum(begin + SPLIT, length)
 
     head64 = kv_head.to(tl.int64)
-    q = load_groups(q_ptr + head[:, None] * stride_q_head, row, stride_q_row, valid, 0.0, D, NG)
+    q = load_queries(q_ptr + row * stride_q_row + head * stride_q_head, valid, q_ptr, D, NG, False)
     scale = tl.abs(sm_scale)
     weight_q = band_norms(q, NG, band_ptr, D, M, BP) * (scale * _UP)
-    length_q = tl.zeros((M,), tl.float32)
-    for g in tl.static_range(NG):
-        single = q[g].to(tl.float32)
-        length_q += tl.sum(single * single, 1)
-    length_q = (tl.sqrt(length_q) + 3.469446951953614e-18) * (scale * _UP)
+    length_q = query_length(q, M, NG) * scale
     slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
+    bias = 0.0
     band = tl.arange(0, BP)
 
     ref = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((N, M), tl.float32)
     omega_max = tl.zeros((N, M), tl.float32)
-    weights, values = meter_start(N, M)
+    weights, values = meter_start(N, M, M if MULTI else 1)
     for start in range(begin, end, N):
         token = start + tl.arange(0, N)
         live = token < end
-        page = tl.load(indices_ptr + page0 + token // PAGE, mask=live, other=0).to(tl.int64)
-        offset = token % PAGE
+        page, offset = locate(indices_ptr, page0, token, live, PAGE)
         line = (page * PAGE + offset) * num_kv_heads + kv_head
-        k = load_groups(
-            k_ptr + head64 * stride_k_head + page[:, None] * stride_k_page,
-            offset,
-            stride_k_tok,
-            live,
-            0.0,
-            D,
-            NG,
-        )
+        k = load_groups(k_ptr + head64 * stride_k_head + page * stride_k_page + offset * stride_k_tok, live, D, NG)
         z = tl.zeros((N, M), tl.float32)
-        k_square = tl.zeros((N,), tl.float32)
         for g in tl.static_range(NG):
-            z = tl.dot(k[g].to(q_ptr.dtype.element_ty), tl.trans(q[g]), z, input_precision="ieee")
-            part = k[g].to(tl.float32)
-            k_square += tl.sum(part * part, 1)
+            z = tl.dot(k[g].to(q_ptr.dtype.element_ty), q[g], z, input_precision="ieee")
         z = z * sm_scale
         codes = tl.load(kw_ptr + line[:, None] * B + band[None, :], mask=live[:, None] & (band < B)[None, :], other=0)
         unknown = tl.max(codes.to(tl.int32), 1) == 255
         norms = tl.where(codes == 255, 0.0, decode_norm(codes))
         c = tl.dot(norms, tl.trans(weight_q), input_precision="ieee")
 
-        visible = valid[None, :] & live[:, None] & (token[:, None] < limit[None, :])
+        visible = valid[None, :] & live[:, None]
+        seen = live[:, None]
         if WINDOW:
             visible = visible & (token[:, None] >= first[None, :])
+            seen = (live & (token >= lowest))[:, None]
+        if MULTI:
+            visible = visible & (token[:, None] < limit[None, :])
+            seen = visible
         if SOFT_CAP:
             z = soft_cap(z, cap)
-        extra = tl.zeros((N, M), tl.float32) + _SOFTMAX
-        if SOFT_CAP:
-            extra += cap * _SOFTCAP
         if ALIBI:
-            bias = slope[None, :] * (token[:, None] - position[None, :]).to(tl.float32)
+            bias = alibi_bias(slope, token, position)
             z += bias
-            extra += tl.abs(bias) * _BIAS
-        z2 = tl.where(visible, z * _LOG2E, float("-inf"))
-        ref, safe, factor = next_reference(z2, ref)
-        gap = z2 - safe[None, :]
-        w = tl.exp2(gap)
+        w, ref, factor, gap = weigh(z, visible, ref)
         total = total * factor[None, :] + w
 
-        dot = tl.sqrt(k_square)[:, None] * length_q[None, :] * DOT_ERROR
-        own = dot + extra + tl.where(gap < -150.0, 150.0, tl.abs(gap)) * _FAR
-        both = tl.where(visible, own + dot + extra + engine_constant, 0.0)
+        dot = tl.sqrt(squares(k, N, NG))[:, None] * length_q[None, :] * DOT_ERROR
+        own = dot + softmax_radius(gap, cap, bias, SOFT_CAP, ALIBI)
+        # The engine's kernel rounds the same way, but for what it may do far below the maximum.
+        theirs = dot + softmax_radius(tl.zeros((N, M), tl.float32), cap, bias, SOFT_CAP, ALIBI) + engine_constant
+        both = tl.where(visible, own + theirs, 0.0)
         omega_max = tl.where(both > omega_max, both, omega_max)
         # A NaN must not be lost by the comparison: it makes the term infinite.
         omega_max = tl.where(both == both, omega_max, float("inf"))
@@ -219,24 +200,13 @@ def certify_split(
         v_square = tl.zeros((N,), tl.float32)
         rho = tl.zeros((N,), tl.float32) + float("inf")
         if VALUES:
-            v = load_groups(
-                v_ptr + head64 * stride_v_head + page[:, None] * stride_v_page,
-                offset,
-                stride_v_tok,
-                live,
-                0.0,
-                DV,
-                NV,
-            )
-            for g in tl.static_range(NV):
-                part = v[g].to(tl.float32)
-                v_square += tl.sum(part * part, 1)
+            start_v = v_ptr + head64 * stride_v_head + page * stride_v_page + offset * stride_v_tok
+            v = load_values(start_v, live, DV, GV).to(tl.float32)
+            v_square = tl.sum(tl.sum(v * v, 2), 1)
             rho = decode_norm(tl.load(vw_ptr + line, mask=live, other=0))
-        rho = tl.where(live, rho, 0.0)
-        values = meter_values(values, factor, w, v_square, rho, visible)
+        values = meter_values(values, factor, w, v_square, tl.where(live, rho, 0.0), seen)
 
     meta = part_m_ptr + ((row * num_qo_heads + head) * num_splits + split) * _FIELDS
-    tl.store(meta, ref, mask=valid)
-    tl.store(meta + 1, tl.sum(total, 0), mask=valid)
+    store_sums(meta, ref, total, valid)
     tl.store(meta + 14, tl.max(omega_max, 0), mask=valid)
     meter_store(weights, values, meta, valid, N)

@@ -18,8 +18,13 @@ TILE_ROWS = 8
 """Query rows of a tile, fixed for bitwise invariance: the least that tensor cores take."""
 TILE_TOKENS = 32
 """Tokens of a tile: 64 spill or, with warp-group products, run slower (``bench/static.md``)."""
-NUM_STAGES = 2
 MERGE_BLOCK = 16
+
+
+def num_stages(device: torch.device) -> int:
+    """Pipeline stages of the decode kernel, by what compiles without spills (``bench/static.md``)."""
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9
+    return 1 if old else 2
 
 
 def weight_dtype(compute: torch.dtype) -> object:
@@ -35,6 +40,11 @@ def weight_dtype(compute: torch.dtype) -> object:
 def scale_words(scales: Tensor) -> Tensor:
     """fp16 scales as the device's ``load_scales`` reads them: words of two where their number is even."""
     return scales.view(torch.int32) if scales.shape[-1] % 2 == 0 else scales
+
+
+def witness_words(witness: Tensor) -> Tensor:
+    """Group witnesses as the device's ``load_codes`` reads them: words of four where their number allows."""
+    return witness.view(torch.int32) if witness.shape[-1] % 4 == 0 else witness
 
 
 def group_count(channels: int) -> int:

@@ -8,9 +8,6 @@ bitwise. The heaviest token overall is the heaviest of its split; the other spli
 # Triton functions are compiled from their source, so their parameters carry no Python types.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
 # mypy: disable-error-code="assignment,index"
-# A compile-time test and a run-time test cannot share one condition.
-# ruff: noqa: SIM102
-
 from __future__ import annotations
 
 import triton
@@ -18,6 +15,7 @@ import triton.language as tl
 
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.device import growth
+from witcert_core.kernels.common.paged import left_out, request_span
 
 _FIELDS = tl.constexpr(slack.META_FIELDS)
 _UP = tl.constexpr(slack.SUM_UP)
@@ -91,19 +89,14 @@ def merge_splits(
     go to row ``target_ptr[row]``. A row that sees nothing gets output 0, lse -inf and infinite accumulators,
     and is not counted.
     """
-    if FLAG == 1:
-        if tl.load(flag_ptr) == 0:
-            return
-    if FLAG == 2:
-        if tl.load(flag_ptr) != 0:
-            return
+    if left_out(flag_ptr, FLAG):
+        return
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     request = row // q_len
     if ROWS:
         request = tl.load(request_ptr + row).to(tl.int64)
-    pages = tl.load(indptr_ptr + request + 1) - tl.load(indptr_ptr + request)
-    length = tl.where(pages > 0, (pages - 1) * PAGE + tl.load(last_len_ptr + request), 0)
+    _, length = request_span(indptr_ptr, last_len_ptr, request, PAGE)
     position = (length - q_len + row % q_len).to(tl.int32)
     limit = position + 1
     target = row

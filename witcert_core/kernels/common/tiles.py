@@ -26,7 +26,7 @@ def load_groups(start, live, D: tl.constexpr, NG: tl.constexpr):
         keep = live[:, None]
         if g * 32 + 32 > D:
             keep = keep & (channel < D)[None, :]
-        out = out + (tl.load(start[:, None] + channel[None, :], mask=keep, other=0),)
+        out = out + (tl.load(start[:, None] + channel[None, :], mask=keep, other=0.0),)
     return out
 
 
@@ -46,7 +46,7 @@ def load_values(start, live, D: tl.constexpr, GV: tl.constexpr):
     keep = live[:, None, None]
     if GV * 32 > D:
         keep = keep & (channel < D)
-    return tl.load(start[:, None, None] + channel, mask=keep, other=0)
+    return tl.load(start[:, None, None] + channel, mask=keep, other=0.0)
 
 
 @triton.jit
@@ -78,11 +78,17 @@ def load_scales(ptr, line, live, NG: tl.constexpr):
 
 
 @triton.jit
-def usable_scales(s, NG: tl.constexpr):
-    """:func:`usable` of a tuple."""
+def load_codes(ptr, line, live, NG: tl.constexpr):
+    """Tuple of ``[N]`` fp32 witness codes; ``ptr`` counts int32 words of four where ``NG`` allows, else bytes."""
     out = ()
-    for g in tl.static_range(NG):
-        out = out + (usable(s[g]),)
+    if NG % 4 == 0:
+        for quad in tl.static_range(NG // 4):
+            words = tl.load(ptr + line * (NG // 4) + quad, mask=live, other=0)
+            for byte in tl.static_range(4):
+                out = out + (((words >> (8 * byte)) & 0xFF).to(tl.float32),)
+    else:
+        for g in tl.static_range(NG):
+            out = out + (tl.load(ptr + line * NG + g, mask=live, other=0).to(tl.float32),)
     return out
 
 
@@ -93,20 +99,6 @@ def load_scale_tile(ptr, line, live, NG: tl.constexpr, GV: tl.constexpr):
     keep = live[:, None] & (group < NG)[None, :]
     s = tl.load(ptr + line[:, None] * NG + group[None, :], mask=keep, other=0.0).to(tl.float32)
     return tl.where(s >= 0.0, s, float("inf"))
-
-
-@triton.jit
-def packed_logits(k, q, s, kappa, dithered, N: tl.constexpr, M: tl.constexpr, NG: tl.constexpr):
-    """``sum_g s_g (<q_g, k_g> - dithered kappa_g)`` ``[N, M]``, to be multiplied with the softmax scale.
-
-    Codes are exact in 16 bit, so the products go through tensor cores and only the scales are applied in fp32.
-    ``dithered`` is 1 where the dither row of ``kappa`` applies, else 0: one number, or ``[N, 1]``.
-    """
-    z = tl.zeros((N, M), tl.float32)
-    for g in tl.static_range(NG):
-        dot = tl.dot(k[g].to(q[g].dtype), q[g], input_precision="ieee")
-        z += (dot - kappa[g][None, :] * dithered) * s[g][:, None]
-    return z
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from witcert_core.errors import InputError
 from witcert_core.kernels.common import dispatch, slack
 from witcert_core.kernels.common.backend import check_compute_dtype, resolve, weights_are_cast
 from witcert_core.kernels.common.bypass import BypassedKeys
+from witcert_core.kernels.common.exact import check_exact, exact_tensors
 from witcert_core.kernels.common.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
 from witcert_core.kernels.counters import counter_of
 from witcert_core.kernels.decode.launch import decode_int8_op
@@ -125,12 +126,7 @@ def decode_int8(
     dispatch.check_vector("delta_loc", delta_loc, rows, torch.float32)
     if witness is not None:
         check_side("witness", witness, k, num_groups(head_dim), torch.uint8)
-    if repaired is not None:
-        repaired.check(k.shape[0], page_size, kv_heads, head_dim, v_dim, q.dtype)
-        if k_scale != 1.0 or v_scale != 1.0:
-            raise InputError(f"k_scale={k_scale} and v_scale={v_scale} must be 1 beside repaired pages")
-    if bypass is not None:
-        bypass.check(k, q.dtype)
+    check_exact(repaired, bypass, k, v_dim, q.dtype, k_scale, v_scale)
     ids = dispatch.row_bits(row_ids, k.shape[0] * page_size)
     scale = dispatch.default_scale(sm_scale, head_dim, k_scale)
     sinks = dispatch.kernel_float(sinks, "sinks", heads)
@@ -196,12 +192,7 @@ def decode_int8(
             sinks,
             slopes,
             flag,
-            None if repaired is None else repaired.index,
-            None if repaired is None else repaired.k,
-            None if repaired is None else repaired.v,
-            None if bypass is None else bypass.keep,
-            None if bypass is None else bypass.channels,
-            None if bypass is None else bypass.k,
+            *exact_tensors(repaired, bypass),
             out,
             lse,
             acc,

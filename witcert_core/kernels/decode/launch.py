@@ -8,7 +8,6 @@ from torch import Tensor
 from witcert_core.dither import num_groups
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.launch import (
-    NUM_STAGES,
     NUM_WARPS,
     TILE_ROWS,
     TILE_TOKENS,
@@ -18,8 +17,10 @@ from witcert_core.kernels.common.launch import (
     Rows,
     group_count,
     launch_merge,
+    num_stages,
     scale_words,
     weight_dtype,
+    witness_words,
 )
 
 
@@ -55,7 +56,7 @@ def launch_decode_split(
         v,
         scale_words(cache.k_scales),
         cache.v_scales,
-        cache.k_scales if cache.witness is None else cache.witness,
+        cache.k_scales if cache.witness is None else witness_words(cache.witness),
         cache.row_ids,
         cache.head_ids,
         pages.indptr,
@@ -112,7 +113,7 @@ def launch_decode_split(
         EXACT_DOT_ERROR=slack.dot_error(head_dim),
         BYPASS_DOT_ERROR=slack.dot_error(cache.bypass + 1),
         num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_stages=num_stages(q.device),
     )
 
 

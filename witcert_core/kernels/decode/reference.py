@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from witcert_core.kernels.common.pages import PageTable, gather
 from witcert_core.kernels.repair.pages import RepairedPages
 from witcert_core.layout import NUM_ACC_FIELDS, AccField
 from witcert_core.radii import radius_dither, radius_group_witness
+from witcert_core.tv import attention_logits
 
 
 def dequantize(codes: Tensor, scales: Tensor, u: Tensor | float = 0.0) -> Tensor:
@@ -36,36 +38,112 @@ def value_radius(scales: Tensor, channels: int) -> Tensor:
     return torch.where((s.isfinite() & (s >= 0)).all(dim=-1), rho, float("inf"))
 
 
-def key_radius(
-    q: Tensor,
-    scales: Tensor,
-    witness: Tensor | None,
-    never: Tensor,
-    sm_scale: float,
-    delta_loc: float,
-    num_visible: int,
-    logits_soft_cap: float,
-    bias: Tensor | float,
-    cast: bool,
-) -> Tensor:
-    """``c [H, S]``: quantization radius plus the arithmetic of the fp32 kernel (``common/slack.py``)."""
-    s = torch.where(scales >= 0, scales, float("inf"))
-    s = torch.where(never[:, :, None], float("inf"), s.to(torch.float64))
-    c = radius_dither(q, s, sm_scale, delta_loc, num_visible)
-    if witness is not None:
-        c = torch.minimum(c, radius_group_witness(q, s, witness, sm_scale))
-    half_steps = radius_dither(q, s, sm_scale, 0.0, num_visible)
-    c = c + half_steps * (2.0 * slack.MAX_CODE * slack.int8_dot_error(s.shape[-1])) + slack.SOFTMAX
-    c = c + max(logits_soft_cap, 0.0) * slack.SOFTCAP + abs(torch.as_tensor(bias)) * slack.BIAS
+@dataclass(frozen=True)
+class PackedTokens:
+    """S tokens of a packed cache in float64, and what their radii need.
+
+    k ``[S, Hkv, D]``, v ``[S, Hkv, Dv]`` as read, without ``k_scale`` and ``v_scale``; steps ``[S, Hkv, Gr]``, 0 where
+    repaired; ``witness`` as stored; ``never`` written and ``exact`` (repaired) ``[S, Hkv]``; ``spared [S, Hkv, 2 m]``.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_steps: Tensor
+    v_steps: Tensor
+    witness: Tensor | None
+    never: Tensor
+    exact: Tensor
+    bypass: BypassedKeys | None
+    spared: Tensor | None
+
+    def key_radius(
+        self,
+        q: Tensor,
+        sm_scale: float,
+        delta_loc: float,
+        num_visible: int,
+        logits_soft_cap: float,
+        bias: Tensor | float,
+        cast: bool,
+    ) -> Tensor:
+        """``c [H, S]`` of ``q [H, D]``: quantization radius plus the arithmetic of the fp32 kernel
+        (``common/slack.py``)."""
+        packed_q = q if self.bypass is None else self.bypass.spare(q)
+        s = torch.where(self.k_steps >= 0, self.k_steps, float("inf"))
+        s = torch.where(self.never[:, :, None], float("inf"), s.to(torch.float64))
+        c = radius_dither(packed_q, s, sm_scale, delta_loc, num_visible)
+        if self.witness is not None:
+            c = torch.minimum(c, radius_group_witness(packed_q, s, self.witness, sm_scale))
+        half_steps = radius_dither(packed_q, s, sm_scale, 0.0, num_visible)
+        c = c + half_steps * (2.0 * slack.MAX_CODE * slack.int8_dot_error(s.shape[-1]))
+        c = c + torch.where(self._per_query(q, self.exact), self._product(packed_q, self.k), 0.0) * (
+            abs(sm_scale) * slack.dot_error(q.shape[-1])
+        )
+        if self.spared is not None:
+            c = c + self._product(q - packed_q, self.spared) * (
+                abs(sm_scale) * slack.dot_error(self.spared.shape[2] + 1)
+            )
+        return c + softmax_error(logits_soft_cap, bias, cast)
+
+    def value_radius(self, v_scale: float) -> Tensor:
+        """rho ``[S, Hkv]``; infinite where never written."""
+        rho = value_radius(self.v_steps, self.v.shape[-1]) * abs(v_scale)
+        return torch.where(self.never, float("inf"), rho)
+
+    def _product(self, q: Tensor, x: Tensor) -> Tensor:
+        return q.norm(dim=-1)[:, None] * self._per_query(q, x.norm(dim=-1))
+
+    @staticmethod
+    def _per_query(q: Tensor, side: Tensor) -> Tensor:
+        spread: Tensor = side.T.repeat_interleave(q.shape[0] // side.shape[1], dim=0)
+        return spread
+
+
+def softmax_error(logits_soft_cap: float, bias: Tensor | float, cast: bool) -> Tensor:
+    """Error of capping, biasing, exponentiating and casting, as a radius."""
+    c = abs(torch.as_tensor(bias)) * slack.BIAS + slack.SOFTMAX + max(logits_soft_cap, 0.0) * slack.SOFTCAP
     return c + slack.CAST if cast else c
 
 
-def bypass_error(q_bypass: Tensor, stored: Tensor, bypass: BypassedKeys, sm_scale: float) -> Tensor:
-    """Rounding of the fp32 product over the bypassed channels ``[H, S]``: ``q_bypass [H, D]`` is 0 elsewhere,
-    ``stored [S, Hkv, 2 m]``."""
-    groups = q_bypass.shape[0] // stored.shape[1]
-    norms = q_bypass.norm(dim=-1)[:, None] * stored.double().norm(dim=-1).T.repeat_interleave(groups, dim=0)
-    return norms * (abs(sm_scale) * slack.dot_error(stored.shape[2] + 1))
+def read_packed(
+    slots: Tensor,
+    k_codes: Tensor,
+    v_codes: Tensor,
+    k_scales: Tensor,
+    v_scales: Tensor,
+    row_ids: Tensor,
+    layer: int,
+    head_ids: Sequence[int],
+    key: DitherKey,
+    witness: Tensor | None,
+    repaired: RepairedPages | None,
+    bypass: BypassedKeys | None,
+) -> PackedTokens:
+    """The tokens at ``slots [S]`` of caches ``[P, page_size, Hkv, D]``."""
+    page_size, head_dim = k_codes.shape[1], k_codes.shape[3]
+    ids = row_ids[slots].to(torch.int64) & 0xFFFFFFFF
+    u = rows(key, ids, layer, head_ids, head_dim)
+    k_steps, v_steps = gather(k_scales, slots), gather(v_scales, slots)
+    k, v = dequantize(gather(k_codes, slots), k_steps, u), dequantize(gather(v_codes, slots), v_steps)
+    never = (ids == 0)[:, None].expand(k.shape[:2])
+    exact = torch.zeros_like(never)
+    spared = None
+    if bypass is not None:
+        spared = gather(bypass.k, slots).to(torch.float64)
+        k = bypass.put(k, spared)
+    if repaired is not None:
+        entry = repaired.index[slots // page_size].to(torch.int64)
+        exact, offset = entry >= 0, (slots % page_size)[:, None]
+        whole = repaired.k[entry, offset].to(torch.float64)
+        k = torch.where(exact[..., None], whole, k)
+        v = torch.where(exact[..., None], repaired.v[entry, offset].to(torch.float64), v)
+        k_steps, v_steps = (torch.where(exact[..., None], 0.0, x) for x in (k_steps, v_steps))
+        never = never & ~exact
+        if bypass is not None and spared is not None:
+            from_page = whole.gather(2, bypass.channels.to(torch.int64).expand(len(slots), -1, -1))
+            spared = torch.where(exact[..., None], from_page, spared)
+    seen = None if witness is None else gather(witness, slots)
+    return PackedTokens(k, v, k_steps, v_steps, seen, never, exact, bypass, spared)
 
 
 def decode_reference(
@@ -98,7 +176,7 @@ def decode_reference(
     ``R = B * q_len`` rows; row ``i`` of a request sees its tokens up to ``length - q_len + i``. Arguments as
     in :func:`witcert_core.kernels.decode.decode_int8`, codes already split into ``[P, page_size, Hkv, D]``.
     """
-    num_rows, heads, head_dim = q.shape
+    num_rows, heads = q.shape[:2]
     page_size, v_dim = k_codes.shape[1], v_codes.shape[-1]
     out = torch.zeros(num_rows, heads, v_dim, dtype=torch.float64)
     lse = torch.full((num_rows, heads), float("-inf"), dtype=torch.float64)
@@ -111,54 +189,31 @@ def decode_reference(
         if position < 0:
             continue
         slots = table.slots(request, position + 1, page_size)[first:]
-        ids = row_ids[slots].to(torch.int64) & 0xFFFFFFFF
-        u = rows(key, ids, layer, head_ids, head_dim)
-        k = dequantize(gather(k_codes, slots), gather(k_scales, slots), u)
-        v = dequantize(gather(v_codes, slots), gather(v_scales, slots)) * v_scale
-        old_k, old_v = gather(k_scales, slots), gather(v_scales, slots)
-        never = (ids == 0)[:, None].expand(k.shape[:2])
-        row = q[r].to(torch.float64)
-        groups = heads // k.shape[1]
-        spared, own = row, torch.zeros(heads, slots.numel(), dtype=torch.float64)
-        if bypass is not None:
-            spared = bypass.spare(row)
-            own = own + bypass_error(row - spared, gather(bypass.k, slots), bypass, sm_scale)
-            k = bypass.put(k, gather(bypass.k, slots))
-        if repaired is not None:
-            entry = repaired.index[slots // page_size].to(torch.int64)
-            fixed = (entry >= 0)[..., None]
-            offset = (slots % page_size)[:, None]
-            k = torch.where(fixed, repaired.k[entry, offset].to(torch.float64), k)
-            v = torch.where(fixed, repaired.v[entry, offset].to(torch.float64), v)
-            old_k, old_v = torch.where(fixed, 0.0, old_k), torch.where(fixed, 0.0, old_v)
-            never = never & ~fixed[..., 0]
-            norms = k.norm(dim=-1).T.repeat_interleave(groups, dim=0) * row.norm(dim=-1)[:, None]
-            exact = fixed[..., 0].T.repeat_interleave(groups, dim=0)
-            own = own + torch.where(exact, norms, 0.0) * (abs(sm_scale) * slack.dot_error(head_dim))
-        z = torch.einsum("hd,shd->hs", row, k.repeat_interleave(groups, dim=1)) * sm_scale
-        if logits_soft_cap > 0:
-            z = logits_soft_cap * torch.tanh(z / logits_soft_cap)
+        tokens = read_packed(
+            slots,
+            k_codes,
+            v_codes,
+            k_scales,
+            v_scales,
+            row_ids,
+            layer,
+            head_ids,
+            key,
+            witness,
+            repaired,
+            bypass,
+        )
+        row, v = q[r].to(torch.float64), tokens.v * v_scale
+        groups = heads // v.shape[1]
+        z = attention_logits(row, tokens.k, sm_scale, logits_soft_cap)
         bias: Tensor | float = 0.0
         if alibi_slopes is not None:
             distance = torch.arange(first, position + 1, dtype=torch.float64) - position
             bias = alibi_slopes.to(torch.float64)[:, None] * distance
             z = z + bias
-        c = key_radius(
-            spared,
-            old_k,
-            None if witness is None else gather(witness, slots),
-            never,
-            sm_scale,
-            0.0 if delta_loc is None else float(delta_loc[r]),
-            slots.numel(),
-            logits_soft_cap,
-            bias,
-            cast,
-        )
-        c = c + own
-        rho = value_radius(old_v, v_dim) * abs(v_scale)
-        rho = torch.where(never, float("inf"), rho)
-        acc[r] = accumulate(z, c, v, rho, sinks)
+        delta = 0.0 if delta_loc is None else float(delta_loc[r])
+        c = tokens.key_radius(row, sm_scale, delta, slots.numel(), logits_soft_cap, bias, cast)
+        acc[r] = accumulate(z, c, v, tokens.value_radius(v_scale), sinks)
         # Around 0, as in the kernel, which does not know its output before it has seen all values.
         largest = v.square().sum(dim=-1).sqrt().amax(dim=0).repeat_interleave(groups)
         known = acc[r, :, AccField.V_RADIUS].isfinite()

@@ -1,14 +1,7 @@
 """Split-K decode attention over INT8 pages, with the meter's sums in the same pass.
 
 One program reads one split (512 tokens) of one request and KV head for a tile of 8 (query row, head) pairs.
-Codes are exact in 16 bit, so ``<q_g, code_g>`` goes through tensor cores group by group and only the scales
-are applied in fp32: ``z = sum_g s_g (<q_g, code_g> - <q_g, u_g>)``. ``<q_g, u_g>`` is computed once for the dither
-row of the split's first token; tiles in which another row occurs draw the rows of their tokens. V is rounded
-to nearest, without dither: its bound is deterministic and the same, and nothing is drawn for it.
-
-Bypassed K channels (``BYPASS`` of them, a list per KV head) are read in 16 bit beside their zeroed codes; the
-queries of the INT8 product are 0 there, so neither scale nor dither reaches them. Tokens of repaired pages
-(``MIXED``) take their exact K and V with scale 1 and no dither.
+V is rounded to nearest, without dither: its bound is deterministic and the same, and nothing is drawn for it.
 """
 
 # Triton functions are compiled from their source, so their parameters carry no Python types.
@@ -33,25 +26,13 @@ from witcert_core.kernels.common.device import (
     query_length,
     soft_cap,
     softmax_radius,
-    squares,
     store_sums,
     union_tail,
     weigh,
 )
-from witcert_core.kernels.common.dither_terms import row_terms, tile_terms
-from witcert_core.kernels.common.paged import left_out, locate, query_tile, visible_span
-from witcert_core.kernels.common.tiles import (
-    add_values,
-    load_groups,
-    load_queries,
-    load_scale_tile,
-    load_scales,
-    load_values,
-    packed_logits,
-    store_values,
-    usable,
-    usable_scales,
-)
+from witcert_core.kernels.common.packed_tile import Cache, packed_queries, packed_tile
+from witcert_core.kernels.common.paged import left_out, query_tile, visible_span
+from witcert_core.kernels.common.tiles import add_values, load_codes, store_values
 
 _ARITHMETIC = tl.constexpr(slack.MAX_CODE)
 _CAST = tl.constexpr(slack.CAST)
@@ -82,61 +63,17 @@ def quantization_radius(
     l1 = tl.zeros((N, M), tl.float32)
     variance = tl.zeros((N, M), tl.float32)
     stored = tl.zeros((N, M), tl.float32)
+    codes = load_codes(codes_ptr, line, live, NG) if WITNESS else ()
     for g in tl.static_range(NG):
         size = norm2[g][None, :] * s[g][:, None]
         l1 += norm1[g][None, :] * s[g][:, None]
         variance += size * size
         if WITNESS:
-            code = tl.load(codes_ptr + line * NG + g, mask=live, other=0).to(tl.float32)
-            stored += size * (code * _WITNESS_UNIT)[:, None]
+            stored += size * (codes[g] * _WITNESS_UNIT)[:, None]
     c = dither_radius(l1, variance, tail)
     if WITNESS:
         c = tl.where(stored < c, stored, c)
     return c + l1 * (_ARITHMETIC * DOT_ERROR)
-
-
-@triton.jit
-def load_bypass(
-    ptr,
-    line,
-    live,
-    channel_ptr,
-    exact_start,
-    exact,
-    BYPASS: tl.constexpr,
-    BP: tl.constexpr,
-    MIXED: tl.constexpr,
-):
-    """Keys ``[N, BP]`` of the bypassed channels, from the exact page where there is one."""
-    column = tl.arange(0, BP)
-    keep = live[:, None] & (column < BYPASS)[None, :]
-    packed = keep
-    if MIXED:
-        packed = keep & (exact == 0)[:, None]
-    k = tl.load(ptr + line[:, None] * BYPASS + column[None, :], mask=packed, other=0.0)
-    if MIXED:
-        channel = tl.load(channel_ptr + column, mask=column < BYPASS, other=0)
-        whole = tl.load(exact_start[:, None] + channel[None, :], mask=keep & exact[:, None], other=0.0)
-        k = tl.where(exact[:, None], whole, k)
-    return k
-
-
-@triton.jit
-def _with_exact(k, s, multiplier, k_exact, exact, NG: tl.constexpr):
-    """Keys, radius scales and logit scales of a tile in which ``exact`` tokens are repaired."""
-    keys = ()
-    radius = ()
-    logit = ()
-    for g in tl.static_range(NG):
-        keys = keys + (tl.where(exact[:, None], k_exact[g], k[g].to(k_exact[g].dtype)),)
-        radius = radius + (tl.where(exact, 0.0, s[g]),)
-        logit = logit + (tl.where(exact, 1.0, multiplier[g]),)
-    return keys, radius, logit
-
-
-@triton.jit
-def _values_with_exact(v, v_exact, exact):
-    return tl.where(exact[:, None, None], v_exact, v.to(v_exact.dtype))
 
 
 @triton.jit(do_not_specialize=["layer", "seed"])
@@ -218,9 +155,9 @@ def decode_split(
         return
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    tile, query, valid, row, head = query_tile(q_len, kv_head, G, M)
+    request_tile, query, valid, row, head = query_tile(q_len, kv_head, G, M)
     page0, position, limit, first, length = visible_span(
-        tile,
+        request_tile,
         query,
         q_len,
         window_left,
@@ -243,12 +180,31 @@ def decode_split(
     end = tl.minimum(begin + SPLIT, length)
 
     head64 = kv_head.to(tl.int64)
-    k_base = k_ptr + head64 * stride_k_head
-    v_base = v_ptr + head64 * stride_v_head
     q_base = q_ptr + row * stride_q_row + head * stride_q_head
-    keep_ptr += head64 * D
-    channel_ptr += head64 * BYPASS
-    q = load_queries(q_base, valid, keep_ptr, D, NG, BYPASS > 0)
+    cache = Cache(
+        k_ptr + head64 * stride_k_head,
+        stride_k_page,
+        stride_k_tok,
+        v_ptr + head64 * stride_v_head,
+        stride_v_page,
+        stride_v_tok,
+        ks_ptr,
+        vs_ptr,
+        row_id_ptr,
+        indices_ptr,
+        exact_index_ptr,
+        k_exact_ptr,
+        v_exact_ptr,
+        keep_ptr + head64 * D,
+        channel_ptr + head64 * BYPASS,
+        k_bypass_ptr,
+        kv_head,
+        num_kv_heads,
+        tl.load(head_id_ptr + kv_head),
+    )
+    q, q_bypass, leader, kappa = packed_queries(
+        cache, q_base, valid, page0, begin, seed, layer, D, NG, PAGE, M, BYPASS, BP
+    )
     scale = tl.abs(sm_scale)
     norm1 = ()
     norm2 = ()
@@ -257,20 +213,10 @@ def decode_split(
         norm1 = norm1 + (tl.sum(tl.abs(single), 0) * scale,)
         # Rounded up: the sum of 32 squares and the root are within 2^-18.
         norm2 = norm2 + (tl.sqrt(tl.sum(single * single, 0)) * (scale * (1.0 + 2.0**-18)),)
-    if MIXED:
-        whole_length = query_length(q, M, NG) * scale
-    if BYPASS > 0:
-        column = tl.arange(0, BP)
-        channel = tl.load(channel_ptr + column, mask=column < BYPASS, other=0)
-        spared = (column < BYPASS)[:, None] & valid[None, :]
-        q_bypass = tl.load(q_base[None, :] + channel[:, None], mask=spared, other=0.0)
-        bypass_length = query_length((q_bypass,), M, 1) * scale
+    whole_length = query_length(q, M, NG) * scale if MIXED else 0.0
+    bypass_length = query_length((q_bypass,), M, 1) * scale if BYPASS > 0 else 0.0
     tail = union_tail(limit - first, tl.load(delta_ptr + row, mask=valid, other=0.0)) if METER else 0.0
     slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
-    global_head = tl.load(head_id_ptr + kv_head)
-    first_page = tl.load(indices_ptr + page0 + begin // PAGE).to(tl.int64)
-    leader = tl.load(row_id_ptr + first_page * PAGE + begin % PAGE)
-    kappa = row_terms(q_base, valid, keep_ptr, seed, leader, layer, global_head, M, D, NG, BYPASS > 0)
 
     ref = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((N, M), tl.float32)
@@ -279,60 +225,32 @@ def decode_split(
     for start in range(begin, end, N):
         token = start + tl.arange(0, N)
         live = token < end
-        page, offset = locate(indices_ptr, page0, token, live, PAGE)
-        slot = page * PAGE + offset
-        row_id = tl.load(row_id_ptr + slot, mask=live, other=0)
-        line = slot * num_kv_heads + kv_head
-        k = load_groups(k_base + page * stride_k_page + offset * stride_k_tok, live, D, NG)
-        v = load_values(v_base + page * stride_v_page + offset * stride_v_tok, live, DV, GV)
-        s = load_scales(ks_ptr, line, live, NG)
-        vs = load_scale_tile(vs_ptr, line, live, NV, GV)
-
-        packed = live
-        exact = live
-        exact_line = slot
-        if MIXED:
-            entry = tl.load(exact_index_ptr + page * num_kv_heads + kv_head, mask=live, other=-1)
-            exact = entry >= 0
-            packed = live & (entry < 0)
-            exact_line = entry.to(tl.int64) * PAGE + offset
-        undithered = tl.zeros((N, M), tl.float32)
-        shared = tl.max((packed & (row_id != leader)).to(tl.int32), 0) == 0
-        if shared == 0:
-            half = ks_ptr.to(tl.pointer_type(tl.float16)) + line * NG
-            undithered = tile_terms(
-                q_base,
-                valid,
-                keep_ptr,
-                half,
-                row_id,
-                packed,
-                seed,
-                layer,
-                global_head,
-                N,
-                M,
-                D,
-                BYPASS > 0,
-            )
-        dithered = tl.where(shared, 1.0, 0.0)
-        multiplier = usable_scales(s, NG)
-        v_scales = usable(vs)
-        if MIXED:
-            dithered = tl.where(packed & shared, 1.0, 0.0)[:, None]
-            k_exact = load_groups(k_exact_ptr + exact_line * D, exact, D, NG)
-            whole = squares(k_exact, N, NG)
-            k, s, multiplier = _with_exact(k, s, multiplier, k_exact, exact, NG)
-            v = _values_with_exact(v, load_values(v_exact_ptr + exact_line * DV, exact, DV, GV), exact)
-            v_scales = tl.where(exact[:, None], 1.0, v_scales)
-            vs = tl.where(exact[:, None], 0.0, vs)
-        z = packed_logits(k, q, multiplier, kappa, dithered, N, M, NG) - undithered
-        if BYPASS > 0:
-            exact_start = k_exact_ptr + exact_line * D
-            k_bypass = load_bypass(k_bypass_ptr, line, live, channel_ptr, exact_start, exact, BYPASS, BP, MIXED)
-            z = tl.dot(k_bypass, q_bypass, z, input_precision="ieee")
-        z = z * sm_scale
-
+        tile = packed_tile(
+            cache,
+            q,
+            q_bypass,
+            leader,
+            kappa,
+            q_base,
+            valid,
+            token,
+            live,
+            page0,
+            seed,
+            layer,
+            D,
+            NG,
+            DV,
+            NV,
+            GV,
+            PAGE,
+            N,
+            M,
+            MIXED,
+            BYPASS,
+            BP,
+        )
+        z = tile.z * sm_scale
         visible = valid[None, :] & live[:, None]
         seen = live[:, None]
         bias = 0.0
@@ -349,29 +267,29 @@ def decode_split(
             z += bias
         w, ref, factor, gap = weigh(z, visible, ref)
         total = total * factor[None, :] + w
-        never = packed & (row_id == 0)
         if METER:
-            c = quantization_radius(norm1, norm2, s, kw_ptr, line, live, tail, N, M, NG, WITNESS, DOT_ERROR)
+            c = quantization_radius(
+                norm1, norm2, tile.k_step, kw_ptr, tile.line, live, tail, N, M, NG, WITNESS, DOT_ERROR
+            )
             c += softmax_radius(gap, cap, bias, SOFT_CAP, ALIBI)
             if MIXED:
-                c += tl.sqrt(whole)[:, None] * whole_length[None, :] * EXACT_DOT_ERROR
+                c += tl.sqrt(tile.exact_square)[:, None] * whole_length[None, :] * EXACT_DOT_ERROR
             if BYPASS > 0:
-                spared_norm = tl.sqrt(squares((k_bypass,), N, 1))
-                c += spared_norm[:, None] * bypass_length[None, :] * BYPASS_DOT_ERROR
+                c += tl.sqrt(tile.bypass_square)[:, None] * bypass_length[None, :] * BYPASS_DOT_ERROR
             if P_DTYPE != tl.float32:
                 c += _CAST
             # An unknown scale makes the radius infinite, or NaN where it meets a query of 0.
-            c = tl.where((c == c) & ~never[:, None], c, float("inf"))
+            c = tl.where((c == c) & ~tile.never[:, None], c, float("inf"))
             weights = meter_weights(weights, factor, w, tl.where(visible, c, 0.0))
 
-        out = add_values(out, factor, w, v_scales, v, P_DTYPE)
+        out = add_values(out, factor, w, tile.v_scales, tile.v, P_DTYPE)
         if METER:
-            x = v.to(tl.float32)
-            v_square = tl.sum(v_scales * v_scales * tl.sum(x * x, 2), 1)
+            x = tile.v.to(tl.float32)
+            v_square = tl.sum(tile.v_scales * tile.v_scales * tl.sum(x * x, 2), 1)
             # Half a step in each channel, with the 2^-13 that dequantization in fp32 may add.
             channels = tl.minimum(tl.maximum(DV - 32 * tl.arange(0, GV), 0), 32).to(tl.float32)
-            rho = tl.sqrt(tl.sum(channels[None, :] * (vs * vs), 1)) * (0.5 * (1.0 + 2.0**-13) * _UP)
-            rho = tl.where((rho == rho) & ~never, rho, float("inf"))
+            rho = tl.sqrt(tl.sum(channels[None, :] * (tile.v_step * tile.v_step), 1)) * (0.5 * (1.0 + 2.0**-13) * _UP)
+            rho = tl.where((rho == rho) & ~tile.never, rho, float("inf"))
             values = meter_values(values, factor, w, v_square, tl.where(live, rho, 0.0), seen)
 
     cell = (row * num_qo_heads + head) * num_splits + split

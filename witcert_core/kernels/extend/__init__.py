@@ -12,9 +12,13 @@ from witcert_core.dither import DitherKey, num_groups
 from witcert_core.errors import InputError
 from witcert_core.kernels.common import dispatch, slack
 from witcert_core.kernels.common.backend import check_compute_dtype, resolve, weights_are_cast
+from witcert_core.kernels.common.bypass import BypassedKeys
+from witcert_core.kernels.common.exact import check_exact, exact_tensors
 from witcert_core.kernels.common.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
+from witcert_core.kernels.counters import counter_of
 from witcert_core.kernels.extend.launch import extend_int8_op, extend_meter_op
 from witcert_core.kernels.extend.reference import extend_reference
+from witcert_core.kernels.repair.pages import RepairedPages
 from witcert_core.layout import NUM_ACC_FIELDS
 
 
@@ -44,6 +48,9 @@ def extend_int8(
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    repaired: RepairedPages | None = None,
+    bypass: BypassedKeys | None = None,
     counters: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,6 +68,8 @@ def extend_int8(
         meter_rows: int32 ``[R]`` rows of ``q`` to measure.
         delta_loc: fp32 ``[R]`` probability each of their cells may spend.
         k_scale, v_scale: what the decoded prefix is multiplied with; the chunk is taken as it is.
+        repaired: prefix pages that are exact; needs ``k_scale`` and ``v_scale`` of 1.
+        bypass: K channels of the prefix kept in 16 bit; the chunk's own keys are whole.
 
     The remaining arguments are those of :func:`~witcert_core.kernels.decode.decode_int8`.
 
@@ -89,12 +98,14 @@ def extend_int8(
     dispatch.check_vector("meter_rows", meter_rows, meter_rows.numel(), torch.int32)
     count = meter_rows.numel()
     dispatch.check_vector("delta_loc", delta_loc, count, torch.float32)
+    check_exact(repaired, bypass, k, v_dim, q.dtype, k_scale, v_scale)
     if v_scale == 0.0:
         raise InputError("v_scale is 0; it must not be")
     ids = dispatch.row_bits(row_ids, k.shape[0] * page_size)
     new_scale = dispatch.default_scale(sm_scale, head_dim, 1.0)
     scale = dispatch.default_scale(sm_scale, head_dim, k_scale)
     sinks = dispatch.kernel_float(sinks, "sinks", heads)
+    slopes = dispatch.kernel_float(alibi_slopes, "alibi_slopes", heads)
     index = meter_rows.to(torch.int64)
     if resolve(backend, q.device) == "reference":
         spread = None
@@ -122,6 +133,9 @@ def extend_int8(
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
             sinks=sinks,
+            alibi_slopes=slopes,
+            repaired=repaired,
+            bypass=bypass,
             cast=weights_are_cast(q.dtype),
         )
         return result[0].to(q.dtype), result[1].to(torch.float32), result[2][index].to(torch.float32)
@@ -130,6 +144,7 @@ def extend_int8(
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     acc = torch.full((count, heads, NUM_ACC_FIELDS), float("inf"), dtype=torch.float32, device=q.device)
     seed = dispatch.seed_of(key)
+    exact = exact_tensors(repaired, bypass)
     extend_int8_op(
         q,
         k_new,
@@ -145,6 +160,8 @@ def extend_int8(
         table.indices,
         table.last_page_len,
         sinks,
+        slopes,
+        *exact,
         out,
         lse,
         max_q_len,
@@ -168,11 +185,7 @@ def extend_int8(
     lengths = torch.where(pages > 0, (pages - 1) * page_size + table.last_page_len, 0)
     limit = lengths[request.to(torch.int64)].to(torch.int32)
     tail_len = meter_rows - start + 1
-    if counters is None:
-        counter = torch.zeros(1, dtype=torch.int64, device=q.device)
-    else:
-        dispatch.check_vector("counters", counters, counters.numel(), torch.int64)
-        counter = counters[layer : layer + 1]
+    counter = counter_of(counters, layer, q.device)
     if delta_loc is None:
         delta_loc = torch.zeros(count, dtype=torch.float32, device=q.device)
     extend_meter_op(
@@ -197,6 +210,8 @@ def extend_int8(
         tail_len,
         delta_loc,
         sinks,
+        slopes,
+        *exact,
         out,
         lse,
         acc,

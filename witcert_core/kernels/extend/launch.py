@@ -5,12 +5,88 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from witcert_core.dither import num_groups
 from witcert_core.kernels.common import slack
-from witcert_core.kernels.decode.launch import MERGE_BLOCK, NUM_WARPS, TILE_ROWS, tile_tokens, weight_dtype
+from witcert_core.kernels.common.launch import (
+    NUM_WARPS,
+    TILE_ROWS,
+    TILE_TOKENS,
+    Attention,
+    PackedCache,
+    Pages,
+    Rows,
+    Tail,
+    group_count,
+    launch_merge,
+    scale_words,
+    weight_dtype,
+)
+from witcert_core.kernels.decode.launch import launch_decode_split
 
-TILE_PAIRS = 64
-TILE_KEYS = 32
+TILE_PAIRS = 32
+
+
+def launch_tail_split(
+    q_rows: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    start: Tensor,
+    limit: Tensor,
+    tail_len: Tensor,
+    part_o: Tensor,
+    part_m: Tensor,
+    call: Attention,
+    *,
+    splits: int,
+    meter: bool,
+    alibi_slopes: Tensor | None = None,
+) -> None:
+    """Split pass of rows ``[R, Hq, D]`` over contiguous exact keys: ``tail_len [R]`` of them from row ``start [R]``
+    of ``k_new``, in ``splits`` splits after those of ``limit [R]`` paged tokens."""
+    import triton
+
+    from witcert_core.kernels.extend.triton import tail_split
+
+    num_rows, heads, head_dim = q_rows.shape
+    kv_heads, v_dim = k_new.shape[1], v_new.shape[2]
+    group = heads // kv_heads
+    tail_split[(num_rows, kv_heads, splits)](
+        q_rows,
+        k_new,
+        v_new,
+        start,
+        limit,
+        tail_len,
+        part_m if alibi_slopes is None else alibi_slopes,
+        part_o,
+        part_m,
+        q_rows.stride(0),
+        q_rows.stride(1),
+        k_new.stride(0),
+        k_new.stride(1),
+        v_new.stride(0),
+        v_new.stride(1),
+        call.sm_scale,
+        1.0 / call.v_scale,
+        call.logits_soft_cap,
+        call.window_left,
+        part_m.shape[2],
+        heads,
+        G=group,
+        D=head_dim,
+        DV=v_dim,
+        GV=group_count(v_dim),
+        M=max(TILE_ROWS, triton.next_power_of_2(group)),
+        N=TILE_TOKENS,
+        SPLIT=slack.SPLIT_TOKENS,
+        SOFT_CAP=call.logits_soft_cap > 0.0,
+        WINDOW=call.window_left >= 0,
+        ALIBI=alibi_slopes is not None,
+        METER=meter,
+        P_DTYPE=weight_dtype(q_rows.dtype),
+        DOT_ERROR=slack.dot_error(head_dim),
+        num_warps=NUM_WARPS,
+        num_stages=1,
+    )
 
 
 @torch.library.custom_op("witcert::extend_int8", mutates_args=("out", "lse"))
@@ -29,6 +105,13 @@ def extend_int8_op(
     kv_indices: Tensor,
     kv_last_page_len: Tensor,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    exact_index: Tensor | None,
+    k_exact: Tensor | None,
+    v_exact: Tensor | None,
+    bypass_keep: Tensor | None,
+    bypass_channels: Tensor | None,
+    k_bypass: Tensor | None,
     out: Tensor,
     lse: Tensor,
     max_q_len: int,
@@ -41,6 +124,8 @@ def extend_int8_op(
     window_left: int,
 ) -> None:
     """All rows, unmetered; caches as ``[P, page_size, Hkv, D]`` views."""
+    import triton
+
     from witcert_core.kernels.extend.triton import extend_attention
 
     heads, head_dim = q.shape[1:]
@@ -48,14 +133,14 @@ def extend_int8_op(
     group, requests = heads // kv_heads, qo_indptr.numel() - 1
     if q.shape[0] == 0 or max_q_len == 0:
         return
-    k_words, v_words = k.view(torch.int32), v.view(torch.int32)
+    bypass = 0 if bypass_channels is None else int(bypass_channels.shape[1])
     extend_attention[(-(-max_q_len * group // TILE_PAIRS), kv_heads, requests)](
         q,
         k_new,
         v_new,
-        k_words,
-        v_words,
-        k_scales,
+        k,
+        v,
+        scale_words(k_scales),
         v_scales,
         row_ids,
         head_ids,
@@ -64,6 +149,13 @@ def extend_int8_op(
         kv_indices,
         kv_last_page_len,
         lse if sinks is None else sinks,
+        lse if alibi_slopes is None else alibi_slopes,
+        kv_indptr if exact_index is None else exact_index,
+        q if k_exact is None else k_exact,
+        q if v_exact is None else v_exact,
+        kv_indptr if bypass_keep is None else bypass_keep,
+        kv_indptr if bypass_channels is None else bypass_channels,
+        q if k_bypass is None else k_bypass,
         out,
         lse,
         q.stride(0),
@@ -72,8 +164,8 @@ def extend_int8_op(
         k_new.stride(1),
         v_new.stride(0),
         v_new.stride(1),
-        *k_words.stride()[:3],
-        *v_words.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
         out.stride(0),
         out.stride(1),
         layer,
@@ -88,12 +180,17 @@ def extend_int8_op(
         G=group,
         D=head_dim,
         DV=v_dim,
+        GV=group_count(v_dim),
         PAGE=page_size,
         M=TILE_PAIRS,
-        N=TILE_KEYS,
+        N=TILE_TOKENS,
         SOFT_CAP=logits_soft_cap > 0.0,
         WINDOW=window_left >= 0,
         SINK=sinks is not None,
+        ALIBI=alibi_slopes is not None,
+        MIXED=exact_index is not None,
+        BYPASS=bypass,
+        BP=max(16, triton.next_power_of_2(bypass)),
         P_DTYPE=weight_dtype(q.dtype),
         num_warps=NUM_WARPS,
         num_stages=1,
@@ -123,6 +220,13 @@ def extend_meter_op(
     tail_len: Tensor,
     delta_loc: Tensor,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    exact_index: Tensor | None,
+    k_exact: Tensor | None,
+    v_exact: Tensor | None,
+    bypass_keep: Tensor | None,
+    bypass_channels: Tensor | None,
+    k_bypass: Tensor | None,
     out: Tensor,
     lse: Tensor,
     acc: Tensor,
@@ -140,81 +244,40 @@ def extend_meter_op(
 ) -> None:
     """Rows ``row_index``: prefix splits, tail splits, merge into ``out``, ``lse`` and ``acc`` at those
     rows."""
-    import triton
-
-    from witcert_core.kernels.common.merge import merge_splits
-    from witcert_core.kernels.decode.triton import decode_split
-    from witcert_core.kernels.extend.triton import tail_split
-
-    num_rows, heads, head_dim = q_rows.shape
-    kv_heads, page_size, v_dim = k.shape[2], k.shape[1], v.shape[3]
-    group, num_splits = heads // kv_heads, part_o.shape[2]
-    if num_rows == 0:
+    if q_rows.shape[0] == 0:
         return
-    m_tiles = -(-group // TILE_ROWS)
-    tokens, stages = tile_tokens(q_rows.device)
-    k_words, v_words = k.view(torch.int32), v.view(torch.int32)
-    window = window_left >= 0
-    side = k_scales if witness is None else witness
-    decode_split[(num_rows * m_tiles, kv_heads, num_splits - tail_splits)](
-        q_rows,
-        k_words,
-        v_words,
+    cache = PackedCache(
+        k,
+        v,
         k_scales,
         v_scales,
-        side,
+        witness,
         row_ids,
         head_ids,
-        kv_indptr,
-        kv_indices,
-        kv_last_page_len,
-        row_request,
-        row_position,
-        row_limit,
+        bypass_keep,
+        bypass_channels,
+        k_bypass,
+        exact_index,
+        k_exact,
+        v_exact,
+    )
+    pages = Pages(kv_indptr, kv_indices, kv_last_page_len)
+    rows = Rows(row_request, row_position, row_limit)
+    prefix = Attention(layer, seed, sm_scale, v_scale, logits_soft_cap, window_left, 1)
+    launch_decode_split(
+        q_rows,
+        cache,
+        pages,
+        prefix,
         delta_loc,
-        q_rows,
-        kv_indptr,
-        kv_indptr,
-        q_rows,
-        q_rows,
         part_o,
         part_m,
-        q_rows.stride(0),
-        q_rows.stride(1),
-        *k_words.stride()[:3],
-        *v_words.stride()[:3],
-        layer,
-        seed,
-        sm_scale,
-        logits_soft_cap,
-        window_left,
-        1,
-        num_splits,
-        heads,
-        kv_heads,
-        G=group,
-        D=head_dim,
-        DV=v_dim,
-        PAGE=page_size,
-        M=TILE_ROWS,
-        N=tokens,
-        SPLIT=slack.SPLIT_TOKENS,
-        METER=True,
-        WITNESS=witness is not None,
-        SOFT_CAP=logits_soft_cap > 0.0,
-        WINDOW=window,
-        ALIBI=False,
-        ROWS=True,
-        MULTI=False,
-        FLAG=0,
-        MIXED=False,
-        P_DTYPE=weight_dtype(q_rows.dtype),
-        DOT_ERROR=slack.int8_dot_error(num_groups(head_dim)),
-        EXACT_DOT_ERROR=slack.dot_error(head_dim),
-        num_warps=NUM_WARPS,
-        num_stages=stages,
+        splits=part_m.shape[2] - tail_splits,
+        meter=True,
+        alibi_slopes=alibi_slopes,
+        rows=rows,
     )
-    tail_split[(num_rows, kv_heads, tail_splits)](
+    launch_tail_split(
         q_rows,
         k_new,
         v_new,
@@ -223,70 +286,26 @@ def extend_meter_op(
         tail_len,
         part_o,
         part_m,
-        q_rows.stride(0),
-        q_rows.stride(1),
-        k_new.stride(0),
-        k_new.stride(1),
-        v_new.stride(0),
-        v_new.stride(1),
-        new_scale,
-        1.0 / v_scale,
-        logits_soft_cap,
-        window_left,
-        num_splits,
-        heads,
-        G=group,
-        D=head_dim,
-        DV=v_dim,
-        M=max(TILE_ROWS, triton.next_power_of_2(group)),
-        N=TILE_KEYS,
-        SPLIT=slack.SPLIT_TOKENS,
-        SOFT_CAP=logits_soft_cap > 0.0,
-        WINDOW=window,
-        METER=True,
-        P_DTYPE=weight_dtype(q_rows.dtype),
-        DOT_ERROR=slack.dot_error(head_dim),
-        num_warps=NUM_WARPS,
-        num_stages=1,
+        Attention(layer, seed, new_scale, v_scale, logits_soft_cap, window_left, 1),
+        splits=tail_splits,
+        meter=True,
+        alibi_slopes=alibi_slopes,
     )
-    merge_splits[(num_rows, heads)](
+    launch_merge(
         part_o,
         part_m,
         out,
         lse,
         acc,
-        lse,
-        q_rows if sinks is None else sinks,
-        kv_indptr,
-        kv_last_page_len,
-        row_request,
-        row_position,
-        row_limit,
-        row_index,
-        tail_len,
-        kv_indptr,
         counter,
-        out.stride(0),
-        out.stride(1),
-        v_scale,
-        window_left,
-        1,
-        num_splits,
-        heads,
-        DV=v_dim,
-        DV_PAD=triton.next_power_of_2(v_dim),
-        PAGE=page_size,
-        SPLIT=slack.SPLIT_TOKENS,
-        BLOCK=MERGE_BLOCK,
-        METER=True,
-        SINK=sinks is not None,
-        WINDOW=window,
-        ROWS=True,
-        FLAG=0,
-        STORE_OUT=True,
-        OMEGA=False,
-        TAIL=True,
-        num_warps=4,
+        pages,
+        prefix,
+        page_size=k.shape[1],
+        v_dim=v.shape[3],
+        meter=True,
+        sinks=sinks,
+        rows=rows,
+        tail=Tail(row_index, tail_len),
     )
 
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from witcert_core.accumulate import accumulate
-from witcert_core.dither import DitherKey, rows
+from witcert_core.dither import DitherKey
 from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.pages import PageTable, gather
-from witcert_core.kernels.decode.reference import dequantize, key_radius, value_radius
+from witcert_core.kernels.common.bypass import BypassedKeys
+from witcert_core.kernels.common.pages import PageTable
+from witcert_core.kernels.decode.reference import read_packed, softmax_error
+from witcert_core.kernels.repair.pages import RepairedPages
 from witcert_core.layout import NUM_ACC_FIELDS, AccField
 from witcert_core.tv import attention_logits
 
@@ -41,6 +43,9 @@ def extend_reference(
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    repaired: RepairedPages | None = None,
+    bypass: BypassedKeys | None = None,
     cast: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[T, H, Dv]``, base-2 lse ``[T, H]`` and accumulators ``[T, H, 16]`` of **all** rows, float64.
@@ -57,36 +62,44 @@ def extend_reference(
     for request, (low, high) in enumerate(itertools.pairwise(starts)):
         prefix = lengths[request]
         slots = table.slots(request, prefix, page_size)
-        ids = row_ids[slots].to(torch.int64) & 0xFFFFFFFF
-        u = rows(key, ids, layer, head_ids, head_dim)
-        old_k = dequantize(gather(k_codes, slots), gather(k_scales, slots), u) * k_scale
-        old_v = dequantize(gather(v_codes, slots), gather(v_scales, slots)) * v_scale
-        old_rho = value_radius(gather(v_scales, slots), v_new.shape[2]) * abs(v_scale)
+        old = read_packed(
+            slots,
+            k_codes,
+            v_codes,
+            k_scales,
+            v_scales,
+            row_ids,
+            layer,
+            head_ids,
+            key,
+            witness,
+            repaired,
+            bypass,
+        )
+        old_k, old_v = old.k * k_scale, old.v * v_scale
         for r in range(low, high):
             seen = r - low + 1
-            first = max(prefix + seen - 1 - window_left, 0) if window_left >= 0 else 0
+            position = prefix + seen - 1
+            first = max(position - window_left, 0) if window_left >= 0 else 0
             row, new = q[r].to(torch.float64), k_new[low : r + 1].to(torch.float64)
             z = attention_logits(row, torch.cat((old_k, new)), sm_scale, logits_soft_cap)
-            c = torch.zeros_like(z)
-            shown = max(prefix - first, 0)
-            if prefix:
-                c[:, :prefix] = key_radius(
-                    row,
-                    gather(k_scales, slots),
-                    None if witness is None else gather(witness, slots),
-                    (ids == 0)[:, None].expand(-1, k_codes.shape[2]),
-                    sm_scale * k_scale,
-                    0.0 if delta_loc is None else float(delta_loc[r]),
-                    max(shown, 1),
-                    logits_soft_cap,
-                    0.0,
-                    cast,
-                )
+            bias = torch.zeros_like(z)
+            if alibi_slopes is not None:
+                distance = torch.arange(position + 1, dtype=torch.float64) - position
+                bias = alibi_slopes.to(torch.float64)[:, None] * distance
+            z = z + bias
             norms = row.norm(dim=-1)[:, None] * new.norm(dim=-1).T.repeat_interleave(groups, dim=0)
-            own = norms * (abs(sm_scale) * slack.dot_error(head_dim)) + slack.SOFTMAX
-            c[:, prefix:] = own + max(logits_soft_cap, 0.0) * slack.SOFTCAP + (slack.CAST if cast else 0.0)
+            c = norms * (abs(sm_scale) * slack.dot_error(head_dim))
+            c = c + softmax_error(logits_soft_cap, bias[:, prefix:], cast)
+            if prefix:
+                delta = 0.0 if delta_loc is None else float(delta_loc[r])
+                shown = max(prefix - first, 1)
+                scale = sm_scale * k_scale
+                before = old.key_radius(row, scale, delta, shown, logits_soft_cap, bias[:, :prefix], cast)
+                c = torch.cat((before, c), dim=-1)
             v = torch.cat((old_v, v_new[low : r + 1].to(torch.float64)))[first:]
-            rho = torch.cat((old_rho, torch.zeros(seen, old_rho.shape[1], dtype=torch.float64)))[first:]
+            rho = old.value_radius(v_scale)
+            rho = torch.cat((rho, torch.zeros(seen, rho.shape[1], dtype=torch.float64)))[first:]
             z, c = z[:, first:], c[:, first:]
             acc[r] = accumulate(z, c, v, rho, sinks)
             largest = v.norm(dim=-1).amax(dim=0).repeat_interleave(groups)

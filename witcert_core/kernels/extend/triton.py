@@ -4,7 +4,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
 # mypy: disable-error-code="assignment,index"
 # Triton has no starred tuples, and a compile-time and a run-time test cannot share one condition.
-# ruff: noqa: RUF005, SIM102, SIM300, B007, RUF059
 
 from __future__ import annotations
 
@@ -13,34 +12,47 @@ import triton.language as tl
 
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.device import (
+    alibi_bias,
     meter_start,
     meter_store,
     meter_values,
     meter_weights,
-    next_reference,
+    query_length,
     soft_cap,
+    softmax_radius,
+    squares,
+    store_sums,
+    weigh,
 )
-from witcert_core.kernels.common.tiles import load_groups, load_words, row_terms, tile_terms, unpack
+from witcert_core.kernels.common.packed_tile import Cache, packed_queries, packed_tile
+from witcert_core.kernels.common.paged import request_span
+from witcert_core.kernels.common.tiles import add_values, load_groups, load_queries, load_values, store_values
 
-_SOFTMAX = tl.constexpr(slack.SOFTMAX)
-_SOFTCAP = tl.constexpr(slack.SOFTCAP)
-_FAR = tl.constexpr(slack.FAR)
 _CAST = tl.constexpr(slack.CAST)
-_UP = tl.constexpr(slack.RADIUS_UP)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(slack.META_FIELDS)
 
 
 @triton.jit
-def mask_and_weigh(z, cap, ref, visible, SOFT_CAP: tl.constexpr):
-    """Base-2 weights ``[N, M]`` of one tile, with the new reference, the factor of the old sums, and the
-    gap."""
-    if SOFT_CAP:
-        z = soft_cap(z, cap)
-    z2 = tl.where(visible, z * _LOG2E, float("-inf"))
-    ref, safe, factor = next_reference(z2, ref)
-    gap = z2 - safe[None, :]
-    return tl.exp2(gap), ref, factor, gap
+def new_tile(
+    q,
+    k_start,
+    v_start,
+    live,
+    D: tl.constexpr,
+    NG: tl.constexpr,
+    DV: tl.constexpr,
+    GV: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+):
+    """Products ``[N, M]`` with exact keys, the keys themselves, and values ``[N, GV, 32]``."""
+    k = load_groups(k_start, live, D, NG)
+    v = load_values(v_start, live, DV, GV)
+    z = tl.zeros((N, M), tl.float32)
+    for g in tl.static_range(NG):
+        z = tl.dot(k[g], q[g], z, input_precision="ieee")
+    return z, k, v
 
 
 @triton.jit(do_not_specialize=["layer", "seed"])
@@ -59,6 +71,13 @@ def extend_attention(
     indices_ptr,
     last_len_ptr,
     sink_ptr,
+    alibi_ptr,
+    exact_index_ptr,
+    k_exact_ptr,
+    v_exact_ptr,
+    keep_ptr,
+    channel_ptr,
+    k_bypass_ptr,
     out_ptr,
     lse_ptr,
     stride_q_row,
@@ -87,16 +106,20 @@ def extend_attention(
     G: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    GV: tl.constexpr,
     PAGE: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINK: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MIXED: tl.constexpr,
+    BYPASS: tl.constexpr,
+    BP: tl.constexpr,
     P_DTYPE: tl.constexpr,
 ):
-    """Grid ``(ceil(max_q_len G / M), Hkv, B)``. ``v_scale`` applies to the prefix alone: the chunk is
-    exact."""
+    """Grid ``(ceil(max_q_len G / M), Hkv, B)``. ``v_scale`` applies to the prefix alone: the chunk is exact."""
     NG: tl.constexpr = (D + 31) // 32
     NV: tl.constexpr = (DV + 31) // 32
     request = tl.program_id(2)
@@ -110,104 +133,106 @@ def extend_attention(
     valid = pair < q_len * G
     row = (row0 + query).to(tl.int64)
     head = kv_head * G + pair % G
-    page0 = tl.load(indptr_ptr + request)
-    pages = tl.load(indptr_ptr + request + 1) - page0
-    prefix = tl.where(pages > 0, (pages - 1) * PAGE + tl.load(last_len_ptr + request), 0)
+    page0, prefix = request_span(indptr_ptr, last_len_ptr, request, PAGE)
     position = prefix + query
     first = position * 0
     if WINDOW:
         first = tl.maximum(position - window_left, 0)
 
     head64 = kv_head.to(tl.int64)
-    q_base = q_ptr + head[:, None] * stride_q_head
-    q = load_groups(q_base, row, stride_q_row, valid, 0.0, D, NG)
-    global_head = tl.load(head_id_ptr + kv_head)
+    q_base = q_ptr + row * stride_q_row + head * stride_q_head
+    slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
     ref = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
-    out = ()
-    for g in tl.static_range(NV):
-        out = out + (tl.zeros((M, 32), tl.float32),)
-    current = tl.zeros((), tl.int32)
-    kappa = ()
-    for g in tl.static_range(NG):
-        kappa = kappa + (tl.zeros((M,), tl.float32),)
+    out = tl.zeros((GV, 32, M), tl.float32)
 
     begin = tl.min(tl.where(valid, first, prefix), 0) // N * N
-    for start in range(begin, prefix, N):
-        token = start + tl.arange(0, N)
-        live = token < prefix
-        page = tl.load(indices_ptr + page0 + token // PAGE, mask=live, other=0).to(tl.int64)
-        offset = token % PAGE
-        slot = page * PAGE + offset
-        row_id = tl.load(row_id_ptr + slot, mask=live, other=0)
-        line = slot * num_kv_heads + kv_head
-        k_base = k_ptr + head64 * stride_k_head + page[:, None] * stride_k_page
-        v_base = v_ptr + head64 * stride_v_head + page[:, None] * stride_v_page
-        k = load_words(k_base, offset, stride_k_tok, live, D // 4, NG)
-        v = load_words(v_base, offset, stride_v_tok, live, DV // 4, NV)
-        leader = tl.max(tl.where(live, row_id, -2147483648), 0)
-        shared = tl.min(tl.where(live, row_id, 2147483647), 0) == leader
-        if shared:
-            if leader != current:
-                current = leader
-                kappa = row_terms(q_base, row, stride_q_row, valid, seed, leader, layer, global_head, M, D, NG)
-        z = tl.zeros((N, M), tl.float32)
-        undithered = tl.zeros((N, M), tl.float32)
-        for g in tl.static_range(NG):
-            s_raw = tl.load(ks_ptr + line * NG + g, mask=live, other=0.0).to(tl.float32)
-            s = tl.where((s_raw >= 0.0) & (s_raw < float("inf")), s_raw, 0.0)
-            dot = tl.dot(unpack(k[g], N).to(q_ptr.dtype.element_ty), tl.trans(q[g]), input_precision="ieee")
-            z += dot * s[:, None]
-            if shared:
-                undithered += kappa[g][None, :] * s[:, None]
-        if shared == 0:
-            undithered = tile_terms(
+    if begin < prefix:
+        cache = Cache(
+            k_ptr + head64 * stride_k_head,
+            stride_k_page,
+            stride_k_tok,
+            v_ptr + head64 * stride_v_head,
+            stride_v_page,
+            stride_v_tok,
+            ks_ptr,
+            vs_ptr,
+            row_id_ptr,
+            indices_ptr,
+            exact_index_ptr,
+            k_exact_ptr,
+            v_exact_ptr,
+            keep_ptr + head64 * D,
+            channel_ptr + head64 * BYPASS,
+            k_bypass_ptr,
+            kv_head,
+            num_kv_heads,
+            tl.load(head_id_ptr + kv_head),
+        )
+        q, q_bypass, leader, kappa = packed_queries(
+            cache, q_base, valid, page0, begin, seed, layer, D, NG, PAGE, M, BYPASS, BP
+        )
+        for start in range(begin, prefix, N):
+            token = start + tl.arange(0, N)
+            live = token < prefix
+            tile = packed_tile(
+                cache,
+                q,
+                q_bypass,
+                leader,
+                kappa,
                 q_base,
-                row,
-                stride_q_row,
                 valid,
-                ks_ptr + line * NG,
-                row_id,
+                token,
                 live,
+                page0,
                 seed,
                 layer,
-                global_head,
-                N,
-                M,
                 D,
                 NG,
+                DV,
+                NV,
+                GV,
+                PAGE,
+                N,
+                M,
+                MIXED,
+                BYPASS,
+                BP,
             )
-        visible = valid[None, :] & live[:, None] & (token[:, None] >= first[None, :])
-        w, ref, factor, gap = mask_and_weigh((z - undithered) * sm_scale, cap, ref, visible, SOFT_CAP)
-        total = total * factor + tl.sum(w, 0)
-        new_out = ()
-        for g in tl.static_range(NV):
-            s_raw = tl.load(vs_ptr + line * NV + g, mask=live, other=0.0).to(tl.float32)
-            s = tl.where((s_raw >= 0.0) & (s_raw < float("inf")), s_raw, 0.0) * v_scale
-            ws = (w * s[:, None]).to(P_DTYPE)
-            code = unpack(v[g], N).to(P_DTYPE)
-            new_out = new_out + (tl.dot(tl.trans(ws), code, out[g] * factor[:, None], input_precision="ieee"),)
-        out = new_out
+            z = tile.z * sm_scale
+            visible = valid[None, :] & live[:, None] & (token[:, None] >= first[None, :])
+            if SOFT_CAP:
+                z = soft_cap(z, cap)
+            if ALIBI:
+                z += alibi_bias(slope, token, position)
+            w, ref, factor, _ = weigh(z, visible, ref)
+            total = total * factor + tl.sum(w, 0)
+            out = add_values(out, factor, w, tile.v_scales * v_scale, tile.v, P_DTYPE)
 
+    # From here the queries are whole: the chunk has no bypassed channels.
+    q_new = load_queries(q_base, valid, keep_ptr, D, NG, False)
+    one = tl.full((N, GV), 1.0, tl.float32)
     last = tl.minimum((tl.program_id(0) * M + M - 1) // G + 1, q_len)
+    k_base = k_new_ptr + head64 * stride_kn_head
+    v_base = v_new_ptr + head64 * stride_vn_head
     for start in range(0, last, N):
         token = start + tl.arange(0, N)
         live = token < last
         source = (row0 + token).to(tl.int64)
-        k = load_groups(k_new_ptr + head64 * stride_kn_head, source, stride_kn_row, live, 0.0, D, NG)
-        v = load_groups(v_new_ptr + head64 * stride_vn_head, source, stride_vn_row, live, 0.0, DV, NV)
-        z = tl.zeros((N, M), tl.float32)
-        for g in tl.static_range(NG):
-            z = tl.dot(k[g], tl.trans(q[g]), z, input_precision="ieee")
+        z, _, v = new_tile(
+            q_new, k_base + source * stride_kn_row, v_base + source * stride_vn_row, live, D, NG, DV, GV, N, M
+        )
         visible = valid[None, :] & live[:, None] & (token[:, None] <= query[None, :])
         visible = visible & ((prefix + token)[:, None] >= first[None, :])
-        w, ref, factor, gap = mask_and_weigh(z * new_scale, cap, ref, visible, SOFT_CAP)
+        z = z * new_scale
+        if SOFT_CAP:
+            z = soft_cap(z, cap)
+        if ALIBI:
+            z += alibi_bias(slope, prefix + token, position)
+        w, ref, factor, _ = weigh(z, visible, ref)
         total = total * factor + tl.sum(w, 0)
-        new_out = ()
-        for g in tl.static_range(NV):
-            acc = tl.dot(tl.trans(w.to(P_DTYPE)), v[g].to(P_DTYPE), out[g] * factor[:, None], input_precision="ieee")
-            new_out = new_out + (acc,)
-        out = new_out
+        out = add_values(out, factor, w, one, v, P_DTYPE)
 
     if SINK:
         sink2 = tl.load(sink_ptr + head, mask=valid, other=0.0) * _LOG2E
@@ -215,16 +240,8 @@ def extend_attention(
         factor = tl.where(ref == float("-inf"), 0.0, tl.exp2(ref - top))
         total = total * factor + tl.exp2(sink2 - top)
         ref = top
-        new_out = ()
-        for g in tl.static_range(NV):
-            new_out = new_out + (out[g] * factor[:, None],)
-        out = new_out
-    for g in tl.static_range(NV):
-        channel = g * 32 + tl.arange(0, 32)
-        keep = valid[:, None] & (channel < DV)[None, :]
-        value = (out[g] / total[:, None]).to(out_ptr.dtype.element_ty)
-        target = row[:, None] * stride_out_row + head[:, None] * stride_out_head + channel[None, :]
-        tl.store(out_ptr + target, value, mask=keep)
+        out = out * factor[None, None, :]
+    store_values(out_ptr + row * stride_out_row + head * stride_out_head, out / total[None, None, :], DV, valid, GV)
     tl.store(lse_ptr + row * num_qo_heads + head, ref + tl.log2(total), mask=valid)
 
 
@@ -236,6 +253,7 @@ def tail_split(
     start_ptr,
     limit_ptr,
     tail_len_ptr,
+    alibi_ptr,
     part_o_ptr,
     part_m_ptr,
     stride_q_row,
@@ -253,11 +271,13 @@ def tail_split(
     G: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    GV: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     SPLIT: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    ALIBI: tl.constexpr,
     METER: tl.constexpr,
     P_DTYPE: tl.constexpr,
     DOT_ERROR: tl.constexpr,
@@ -269,7 +289,6 @@ def tail_split(
     have.
     """
     NG: tl.constexpr = (D + 31) // 32
-    NV: tl.constexpr = (DV + 31) // 32
     r = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     begin = tl.program_id(2) * SPLIT
@@ -282,63 +301,51 @@ def tail_split(
     pair = tl.arange(0, M)
     valid = pair < G
     head = kv_head * G + pair
-    q = load_groups(q_ptr + head[:, None] * stride_q_head, r + pair * 0, stride_q_row, valid, 0.0, D, NG)
-    length_q = tl.zeros((M,), tl.float32)
-    for g in tl.static_range(NG):
-        single = q[g].to(tl.float32)
-        length_q += tl.sum(single * single, 1)
-    length_q = (tl.sqrt(length_q) + 3.469446951953614e-18) * (tl.abs(new_scale) * _UP)
+    q = load_queries(q_ptr + r * stride_q_row + head * stride_q_head, valid, q_ptr, D, NG, False)
+    length_q = query_length(q, M, NG) * tl.abs(new_scale)
+    slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
+    bias = 0.0
     ref = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((N, M), tl.float32)
-    out = ()
-    for g in tl.static_range(NV):
-        out = out + (tl.zeros((M, 32), tl.float32),)
-    weights, values = meter_start(N, M)
+    out = tl.zeros((GV, 32, M), tl.float32)
+    unscale = tl.zeros((N, GV), tl.float32) + v_unscale
+    weights, values = meter_start(N, M, 1)
     head64 = kv_head.to(tl.int64)
+    k_base = k_new_ptr + head64 * stride_kn_head
+    v_base = v_new_ptr + head64 * stride_vn_head
     for start in range(begin, end, N):
         token = start + tl.arange(0, N)
         live = token < end
-        k = load_groups(k_new_ptr + head64 * stride_kn_head, row0 + token, stride_kn_row, live, 0.0, D, NG)
-        v = load_groups(v_new_ptr + head64 * stride_vn_head, row0 + token, stride_vn_row, live, 0.0, DV, NV)
-        z = tl.zeros((N, M), tl.float32)
-        k_square = tl.zeros((N,), tl.float32)
-        for g in tl.static_range(NG):
-            z = tl.dot(k[g], tl.trans(q[g]), z, input_precision="ieee")
-            if METER:
-                part = k[g].to(tl.float32)
-                k_square += tl.sum(part * part, 1)
-        visible = valid[None, :] & live[:, None]
+        source = row0 + token
+        z, k, v = new_tile(
+            q, k_base + source * stride_kn_row, v_base + source * stride_vn_row, live, D, NG, DV, GV, N, M
+        )
+        seen = live
         if WINDOW:
-            visible = visible & (token >= tail - 1 - window_left)[:, None]
-        w, ref, factor, gap = mask_and_weigh(z * new_scale, cap, ref, visible, SOFT_CAP)
+            seen = seen & (token >= tail - 1 - window_left)
+        visible = valid[None, :] & seen[:, None]
+        z = z * new_scale
+        if SOFT_CAP:
+            z = soft_cap(z, cap)
+        if ALIBI:
+            bias = alibi_bias(slope, token, pair * 0 + tail - 1)
+            z += bias
+        w, ref, factor, gap = weigh(z, visible, ref)
         total = total * factor[None, :] + w
         if METER:
-            c = tl.sqrt(k_square)[:, None] * length_q[None, :] * DOT_ERROR + _SOFTMAX
-            c += tl.where(gap < -150.0, 150.0, tl.abs(gap)) * _FAR
-            if SOFT_CAP:
-                c += cap * _SOFTCAP
-            if P_DTYPE != tl.float32:
+            c = tl.sqrt(squares(k, N, NG))[:, None] * length_q[None, :] * DOT_ERROR
+            c += softmax_radius(gap, cap, bias, SOFT_CAP, ALIBI)
+            if tl.float32 != P_DTYPE:
                 c += _CAST
             weights = meter_weights(weights, factor, w, tl.where(visible, c, 0.0))
-        v_square = tl.zeros((N,), tl.float32)
-        new_out = ()
-        for g in tl.static_range(NV):
-            part = v[g].to(tl.float32) * v_unscale
-            if METER:
-                v_square += tl.sum(part * part, 1)
-            scaled = (w * v_unscale).to(P_DTYPE)
-            acc = tl.dot(tl.trans(scaled), v[g].to(P_DTYPE), out[g] * factor[:, None], input_precision="ieee")
-            new_out = new_out + (acc,)
-        out = new_out
+        out = add_values(out, factor, w, unscale, v, P_DTYPE)
         if METER:
-            values = meter_values(values, factor, w, v_square, tl.zeros((N,), tl.float32), visible)
+            x = v.to(tl.float32) * v_unscale
+            v_square = tl.sum(tl.sum(x * x, 2), 1)
+            values = meter_values(values, factor, w, v_square, tl.zeros((N,), tl.float32), seen[:, None])
     cell = (r * num_qo_heads + head) * num_splits + split
-    for g in tl.static_range(NV):
-        channel = g * 32 + tl.arange(0, 32)
-        keep = valid[:, None] & (channel < DV)[None, :]
-        tl.store(part_o_ptr + cell[:, None] * DV + channel[None, :], out[g], mask=keep)
+    store_values(part_o_ptr + cell * DV, out, DV, valid, GV)
     meta = part_m_ptr + cell * _FIELDS
-    tl.store(meta, ref, mask=valid)
-    tl.store(meta + 1, tl.sum(total, 0), mask=valid)
+    store_sums(meta, ref, total, valid)
     if METER:
         meter_store(weights, values, meta, valid, N)

@@ -1,0 +1,201 @@
+"""One tile of packed tokens: logits against the queries, values and scales, whatever the page is made of.
+
+Shapes: N tokens and M (query row, head) pairs of a tile, NG groups of 32 K channels, GV (a power of two) of V.
+"""
+
+# Triton functions are compiled from their source, so their parameters carry no Python types.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
+# mypy: disable-error-code="assignment,index"
+# Triton has no starred tuples.
+# ruff: noqa: RUF005
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from witcert_core.kernels.common.device import squares
+from witcert_core.kernels.common.dither_terms import row_terms, tile_terms
+from witcert_core.kernels.common.paged import locate
+from witcert_core.kernels.common.tiles import (
+    load_groups,
+    load_queries,
+    load_scale_tile,
+    load_scales,
+    load_values,
+    usable,
+)
+
+
+class Cache(NamedTuple):
+    """Pointers of one KV head of a packed cache, and the strides of its codes; no Python object on the device."""
+
+    k: tl.tensor
+    k_page: tl.tensor
+    k_tok: tl.tensor
+    v: tl.tensor
+    v_page: tl.tensor
+    v_tok: tl.tensor
+    k_scales: tl.tensor
+    v_scales: tl.tensor
+    row_ids: tl.tensor
+    indices: tl.tensor
+    exact_index: tl.tensor
+    k_exact: tl.tensor
+    v_exact: tl.tensor
+    keep: tl.tensor
+    channels: tl.tensor
+    k_bypass: tl.tensor
+    kv_head: tl.tensor
+    num_kv_heads: tl.tensor
+    global_head: tl.tensor
+
+
+class Tile(NamedTuple):
+    """What :func:`packed_tile` returns.
+
+    ``z [N, M]`` without the softmax scale; ``v [N, GV, 32]`` to be multiplied with ``v_scales [N, GV]``; scales
+    for radii, infinite where unknown and 0 where exact: ``k_step`` (tuple of ``[N]``), ``v_step [N, GV]``; ``line
+    [N]`` of the side tensors; ``never [N]`` written; squared norms ``[N]`` of exact keys and bypassed channels.
+    """
+
+    z: tl.tensor
+    v: tl.tensor
+    v_scales: tl.tensor
+    k_step: tl.tensor
+    v_step: tl.tensor
+    line: tl.tensor
+    never: tl.tensor
+    exact_square: tl.tensor
+    bypass_square: tl.tensor
+
+
+@triton.jit
+def packed_queries(
+    cache,
+    q_base,
+    valid,
+    page0,
+    begin,
+    seed,
+    layer,
+    D: tl.constexpr,
+    NG: tl.constexpr,
+    PAGE: tl.constexpr,
+    M: tl.constexpr,
+    BYPASS: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """What :func:`packed_tile` needs of the queries: their groups, the bypassed channels ``[BP, M]``, the dither
+    row of token ``begin`` and its terms ``kappa_g = <q_g, u_g>``."""
+    q = load_queries(q_base, valid, cache.keep, D, NG, BYPASS > 0)
+    q_bypass = q[0]
+    if BYPASS > 0:
+        column = tl.arange(0, BP)
+        channel = tl.load(cache.channels + column, mask=column < BYPASS, other=0)
+        q_bypass = tl.load(
+            q_base[None, :] + channel[:, None], mask=(column < BYPASS)[:, None] & valid[None, :], other=0.0
+        )
+    first_page = tl.load(cache.indices + page0 + begin // PAGE).to(tl.int64)
+    leader = tl.load(cache.row_ids + first_page * PAGE + begin % PAGE)
+    kappa = row_terms(q_base, valid, cache.keep, seed, leader, layer, cache.global_head, M, D, NG, BYPASS > 0)
+    return q, q_bypass, leader, kappa
+
+
+@triton.jit
+def packed_tile(
+    cache,
+    q,
+    q_bypass,
+    leader,
+    kappa,
+    q_base,
+    valid,
+    token,
+    live,
+    page0,
+    seed,
+    layer,
+    D: tl.constexpr,
+    NG: tl.constexpr,
+    DV: tl.constexpr,
+    NV: tl.constexpr,
+    GV: tl.constexpr,
+    PAGE: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    MIXED: tl.constexpr,
+    BYPASS: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """Tokens ``token [N]`` (``live`` ones) of a request whose page indices start at ``page0``: a :class:`Tile`.
+
+    Codes are exact in 16 bit, so ``<q_g, code_g>`` goes through tensor cores and only the scales are applied in
+    fp32: ``z = sum_g s_g (<q_g, code_g> - <q_g, u_g>)``. Where every token has the dither row ``leader``,
+    ``kappa`` holds ``<q_g, u_g>``; elsewhere the rows are drawn. Tokens of repaired pages (``MIXED``) take their
+    exact K and V with scale 1 and no dither.
+    """
+    page, offset = locate(cache.indices, page0, token, live, PAGE)
+    slot = page * PAGE + offset
+    line = slot * cache.num_kv_heads + cache.kv_head
+    row_id = tl.load(cache.row_ids + slot, mask=live, other=0)
+    k = load_groups(cache.k + page * cache.k_page + offset * cache.k_tok, live, D, NG)
+    v = load_values(cache.v + page * cache.v_page + offset * cache.v_tok, live, DV, GV)
+    k_step = load_scales(cache.k_scales, line, live, NG)
+    v_step = load_scale_tile(cache.v_scales, line, live, NV, GV)
+    v_scales = usable(v_step)
+    exact_square = tl.zeros((N,), tl.float32)
+    bypass_square = tl.zeros((N,), tl.float32)
+
+    packed = live
+    if MIXED:
+        entry = tl.load(cache.exact_index + page * cache.num_kv_heads + cache.kv_head, mask=live, other=-1)
+        exact = entry >= 0
+        packed = live & (entry < 0)
+        exact_line = entry.to(tl.int64) * PAGE + offset
+        k_exact = load_groups(cache.k_exact + exact_line * D, exact, D, NG)
+        exact_square = squares(k_exact, N, NG)
+        v_exact = load_values(cache.v_exact + exact_line * DV, exact, DV, GV)
+        v = tl.where(exact[:, None, None], v_exact, v.to(v_exact.dtype))
+        v_scales = tl.where(exact[:, None], 1.0, v_scales)
+        v_step = tl.where(exact[:, None], 0.0, v_step)
+    undithered = tl.zeros((N, M), tl.float32)
+    shared = tl.max((packed & (row_id != leader)).to(tl.int32), 0) == 0
+    if shared == 0:
+        half = cache.k_scales.to(tl.pointer_type(tl.float16)) + line * NG
+        undithered = tile_terms(
+            q_base, valid, cache.keep, half, row_id, packed, seed, layer, cache.global_head, N, M, D, BYPASS > 0
+        )
+    z = tl.zeros((N, M), tl.float32)
+    steps = ()
+    for g in tl.static_range(NG):
+        s = usable(k_step[g])
+        if MIXED:
+            dithered = tl.where(packed & shared, 1.0, 0.0)[:, None]
+            keys = tl.where(exact[:, None], k_exact[g], k[g].to(k_exact[g].dtype))
+            s = tl.where(exact, 1.0, s)
+            steps = steps + (tl.where(exact, 0.0, k_step[g]),)
+        else:
+            dithered = tl.where(shared, 1.0, 0.0)
+            keys = k[g].to(q[g].dtype)
+            steps = steps + (k_step[g],)
+        dot = tl.dot(keys, q[g], input_precision="ieee")
+        z += (dot - kappa[g][None, :] * dithered) * s[:, None]
+    z -= undithered
+    if BYPASS > 0:
+        column = tl.arange(0, BP)
+        keep = live[:, None] & (column < BYPASS)[None, :]
+        at = cache.k_bypass + line[:, None] * BYPASS + column[None, :]
+        if MIXED:
+            spared = tl.load(at, mask=keep & packed[:, None], other=0.0)
+            channel = tl.load(cache.channels + column, mask=column < BYPASS, other=0)
+            at = cache.k_exact + (exact_line * D)[:, None] + channel[None, :]
+            spared = tl.where(exact[:, None], tl.load(at, mask=keep & exact[:, None], other=0.0), spared)
+        else:
+            spared = tl.load(at, mask=keep, other=0.0)
+        z = tl.dot(spared, q_bypass, z, input_precision="ieee")
+        bypass_square = squares((spared,), N, 1)
+    never = packed & (row_id == 0)
+    return Tile(z, v, v_scales, steps, v_step, line, never, exact_square, bypass_square)
