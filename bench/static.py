@@ -204,13 +204,14 @@ def decode_cases(dim: int) -> list[Case]:
 def other_cases(dim: int) -> list[Case]:
     """Writers, certificate and extend, bf16 in and out."""
     layout = KVLayout(dim)
-    append: dict[str, Any] = {"HKV": 8, "D": dim, "DV": dim, "PAGE": 16, "N": 32, "WITNESS": True}
+    append: dict[str, Any] = {"HKV": 8, "D": dim, "DV": dim, "PAGE": 16, "N": 32, "WITNESS": True, "BYPASS": 0, "BP": 1}
     bf16_sides = {
         "key_ptr": "*bf16",
         "value_ptr": "*bf16",
         "k_ptr": "*i8",
         "v_ptr": "*i8",
         "slot_ptr": "*i64",
+        "bypass_ptr": "*bf16",
     }
     pool = {"k_ptr": "*bf16", "v_ptr": "*bf16", "k_new_ptr": "*bf16", "v_new_ptr": "*bf16", "vw_ptr": "*u8"}
     chunk = {"k_new_ptr": "*bf16", "v_new_ptr": "*bf16"}

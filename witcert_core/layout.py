@@ -52,6 +52,11 @@ NUM_ACC_FIELDS = len(AccField)
 class KVLayout:
     """Byte layout of one token and KV head of the packed INT8 cache, K then V.
 
+    ``k_codes``: int8, one a channel; ``k_scales``: fp16, one for each 32 channels; ``k_bypass``: two 16-bit numbers a
+    bypassed pair, pairs ascending, the lower channel first (their codes are 0, and their magnitude does not count
+    for the scale); ``k_witness``: uint8, one a scale; ``v_codes`` and ``v_scales`` as for K. Numbers are
+    little-endian. The kernels keep each field in a tensor of its own, so that codes stay aligned.
+
     Args:
         head_dim: K channels ``D``.
         v_head_dim: V channels, default ``D``.

@@ -157,10 +157,10 @@ class PackedCache:
         """Dequantized k [S, Hkv, D] and v [S, Hkv, Dv] float32 of `slots`; each pass's dither row is made once."""
         source = self.layers[layer]
         passes, which = torch.unique(self.row_ids[slots], return_inverse=True)
-        dims = (source.k.shape[-1], source.v.shape[-1])
-        u = rows(self.key, passes, layer, self.head_ids, max(dims))[which]
-        k = dequantize_int8(source.k[slots], source.k_scale[slots], u[..., : dims[0]])
+        u = rows(self.key, passes, layer, self.head_ids, source.k.shape[-1])[which]
+        k = dequantize_int8(source.k[slots], source.k_scale[slots], u)
         if source.k_bypass is not None and source.channels is not None:
             k = bypass.put(k, source.channels, source.k_bypass[slots])
-        v = dequantize_int8(source.v[slots], source.v_scale[slots], u[..., : dims[1]])
+        # Values are rounded to nearest, without dither.
+        v = dequantize_int8(source.v[slots], source.v_scale[slots], torch.zeros(1, device=u.device))
         return k, v

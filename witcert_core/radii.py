@@ -3,6 +3,8 @@
 All take queries of ``H`` heads against the ``Hkv`` heads of the cache (``H = G * Hkv``, query head ``h``
 reads KV head ``h // G``), compute in float64 and round up. An unknown residual (code 255, infinite
 scale, NaN) gives an infinite radius.
+
+Channels kept exactly beside a quantized cache (an outlier bypass) have no error: pass ``q`` with 0 in them.
 """
 
 from __future__ import annotations

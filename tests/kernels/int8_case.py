@@ -11,8 +11,13 @@ from torch import Tensor
 
 from witcert_core.dither import DitherKey, num_groups
 from witcert_core.kernels.append.reference import append_reference
+from witcert_core.kernels.common.bypass import BypassedKeys
 from witcert_core.kernels.common.pages import PageTable
+from witcert_core.kernels.repair import RepairedPages, repair_pages
+from witcert_core.rotary import RotarySpec
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
+
+from .paged import in_layout, page_table
 
 KEY = DitherKey(seed=11, nonce=22)
 LAYER = 3
@@ -38,14 +43,11 @@ class Int8Case:
     exact_v: Tensor
     table: PageTable
     head_ids: Tensor
+    bypass: BypassedKeys | None
 
     def cache(self, layout: str) -> Any:
         """The codes as NHD or HND pairs, or as one 5-D tensor."""
-        if layout == "5D":
-            return torch.stack((self.k, self.v), dim=1)
-        if layout == "HND":
-            return tuple(x.permute(0, 2, 1, 3).contiguous() for x in (self.k, self.v))
-        return self.k, self.v
+        return in_layout(self.k, self.v, layout)
 
     def only(self, request: int) -> PageTable:
         """The page table of one request alone."""
@@ -75,6 +77,8 @@ class Int8Case:
             ids = self.row_ids[slots].to(torch.int64) & 0xFFFFFFFF
             u = rows(KEY, ids, LAYER, self.head_ids.tolist(), self.head_dim)
             stored = dequantize(self.k[page, offset], self.k_scales[page, offset], u)
+            if self.bypass is not None:
+                stored = self.bypass.put(stored, self.bypass.k[page, offset])
             weights = []
             for keys in (self.exact_k[page, offset].double(), stored):
                 z = attention_logits(q[r].double(), keys, sm_scale, cap)
@@ -94,16 +98,26 @@ def make_case(
     kv_heads: int = 1,
     mixed: bool = True,
     seed: int = 0,
+    bypass_pairs: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Int8Case:
-    """Random keys with scales that all differ, pages in random order, dither rows shared or mixed."""
+    """Random keys with scales that all differ, pages in random order, dither rows shared or mixed.
+
+    With ``bypass_pairs``, so many channel pairs of each head are outliers and kept in ``dtype`` beside the codes.
+    """
     g = torch.Generator().manual_seed(seed)
-    pages = [-(-n // page_size) for n in lengths]
-    total = sum(pages) + 2
-    order = torch.randperm(total, generator=g).to(torch.int32)
+    table, total = page_table(lengths, page_size, g)
     shape = (total, page_size, kv_heads)
     spread = torch.rand(*shape, num_groups(head_dim), generator=g).mul(3).exp().repeat_interleave(32, dim=-1)
     exact_k = torch.randn(*shape, head_dim, generator=g) * spread[..., :head_dim] * 0.4
     exact_v = torch.randn(*shape, head_dim, generator=g) * spread[..., :head_dim]
+    bypass = None
+    if bypass_pairs:
+        pairs = torch.stack([torch.randperm(head_dim // 2, generator=g)[:bypass_pairs] for _ in range(kv_heads)])
+        bypass = BypassedKeys.allocate(pairs, RotarySpec(head_dim), total, page_size, dtype, exact_k.device)
+        exact_k = torch.where(bypass.keep.bool(), exact_k, exact_k * 20.0)
+        bypass.k.fill_(float("nan"))
+    exact_k = exact_k.to(dtype)
     groups = num_groups(head_dim)
     case = Int8Case(
         lengths,
@@ -119,12 +133,9 @@ def make_case(
         torch.full((total * page_size,), NEVER_OURS, dtype=torch.int32),
         exact_k,
         exact_v,
-        PageTable(
-            torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32),
-            order[: sum(pages)].contiguous(),
-            torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in lengths], dtype=torch.int32),
-        ),
+        table,
         torch.arange(kv_heads, dtype=torch.int32) + 5,
+        bypass,
     )
     for request, length in enumerate(lengths):
         slots = case.table.slots(request, length, page_size)
@@ -148,6 +159,7 @@ def make_case(
             LAYER,
             case.head_ids.tolist(),
             KEY,
+            bypass,
         )
     return case
 
@@ -156,3 +168,22 @@ def queries(case: Int8Case, q_len: int, dtype: torch.dtype, seed: int = 1) -> Te
     g = torch.Generator().manual_seed(seed)
     rows = len(case.lengths) * q_len
     return torch.randn(rows, case.kv_heads * case.group, case.head_dim, generator=g).to(dtype)
+
+
+def repair_every_third(data: Int8Case, dtype: torch.dtype) -> RepairedPages:
+    """Every third page of each head exact, and what the packed form said of it spoilt: it must not matter."""
+    used = data.table.indices.tolist()[::3]
+    dims, heads = (data.head_dim, data.v.shape[3]), data.kv_heads
+    side = RepairedPages.allocate(
+        data.k.shape[0], heads, len(used) * heads + 1, data.page_size, *dims, dtype, data.k.device
+    )
+    for head in range(heads):
+        entries = torch.arange(len(used), dtype=torch.int32) * heads + head
+        exact = [x[used, :, head].to(dtype).contiguous() for x in (data.exact_k, data.exact_v)]
+        repair_pages(
+            side, torch.tensor(used, dtype=torch.int32), torch.full_like(entries, head), entries, *exact
+        )
+    data.k_scales[used], data.v_scales[used], data.witness[used] = float("nan"), float("nan"), 255
+    if data.bypass is not None:
+        data.bypass.k[used] = float("nan")
+    return side

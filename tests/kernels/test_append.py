@@ -12,8 +12,11 @@ from witcert_core.dither import DitherKey, decode_group_witness, num_groups, row
 from witcert_core.errors import InputError
 from witcert_core.kernels.append import append_int8, slots_of
 from witcert_core.kernels.append.launch import append_int8_op
-from witcert_core.kernels.common.pages import PageTable
+from witcert_core.kernels.common.bypass import BypassedKeys
+from witcert_core.kernels.common.exact import exact_tensors
+from witcert_core.rotary import RotarySpec
 
+from .paged import from_layout, in_layout, layout_name, page_table
 from .pairwise import name, pairwise
 
 KEY = DitherKey(3, 4)
@@ -26,6 +29,16 @@ FACTORS: dict[str, list[Any]] = {
     "layout": ["NHD", "HND", "5D"],
     "form": ["slots", "positions"],
     "witness": [False, True],
+    "bypass": [0, 1, 4],
+}
+SMALL: dict[str, Any] = {
+    "page": 16,
+    "D": 64,
+    "heads": 1,
+    "dtype": torch.float32,
+    "layout": "NHD",
+    "form": "slots",
+    "bypass": 0,
 }
 
 
@@ -35,7 +48,7 @@ class Pool:
     def __init__(self, case: dict[str, Any]):
         g = torch.Generator().manual_seed(6)
         self.page, heads, dim = case["page"], case["heads"], case["D"]
-        pages = -(-case["T"] // self.page) + 2
+        self.table, pages = page_table((case["T"],), self.page, g)
         shape = (pages, self.page, heads)
         self.k = torch.full((*shape, dim), 99, dtype=torch.int8)
         self.v = torch.full((*shape, dim), 99, dtype=torch.int8)
@@ -47,21 +60,18 @@ class Pool:
         magnitude = torch.randn(case["T"], heads, 1, generator=g).mul(3).exp()
         self.key = (torch.randn(case["T"], heads, dim, generator=g) * magnitude).to(case["dtype"])
         self.value = torch.randn(case["T"], heads, dim, generator=g).to(case["dtype"])
-        order = torch.randperm(pages, generator=g).to(torch.int32)
-        last = (case["T"] - 1) % self.page + 1
-        self.table = PageTable(
-            torch.tensor([0, pages - 2], dtype=torch.int32),
-            order[: pages - 2].contiguous(),
-            torch.tensor([last], dtype=torch.int32),
-        )
+        self.bypass = None
+        if case["bypass"]:
+            pairs = torch.stack([torch.randperm(dim // 2, generator=g)[: case["bypass"]] for _ in range(heads)])
+            self.bypass = BypassedKeys.allocate(
+                pairs, RotarySpec(dim), pages, self.page, case["dtype"], self.key.device
+            )
+            self.key = torch.where(self.bypass.keep.bool(), self.key, self.key * 8.0)
+            self.bypass.k.fill_(7.0)
         self.slots = self.table.slots(0, case["T"], self.page)
 
     def write(self, case: dict[str, Any], backend: str) -> None:
-        cache: Any = (self.k, self.v)
-        if case["layout"] == "HND":
-            cache = tuple(x.permute(0, 2, 1, 3).contiguous() for x in cache)
-        if case["layout"] == "5D":
-            cache = torch.stack(cache, dim=1)
+        cache = in_layout(self.k, self.v, case["layout"])
         where: dict[str, Any] = {"slot_mapping": self.slots}
         if case["form"] == "positions":
             index = torch.arange(case["T"], dtype=torch.int32)
@@ -77,14 +87,12 @@ class Pool:
             head_ids=torch.arange(case["heads"], dtype=torch.int32) + 9,
             dither_key=KEY,
             witness=self.witness,
-            kv_layout="HND" if case["layout"] == "HND" else "NHD",
+            kv_layout=layout_name(case["layout"]),
+            bypass=self.bypass,
             backend=backend,
             **where,
         )
-        if case["layout"] == "HND":
-            self.k, self.v = (x.permute(0, 2, 1, 3) for x in cache)
-        if case["layout"] == "5D":
-            self.k, self.v = cache.unbind(dim=1)
+        self.k, self.v = from_layout(cache, case["layout"])
 
     def at(self, side: Tensor) -> Tensor:
         return side[self.slots // self.page, self.slots % self.page]
@@ -102,11 +110,14 @@ def test_stores_what_the_reference_stores_and_nothing_else(case: dict[str, Any])
     for side in ("k", "v", "k_scales", "v_scales"):
         assert same(getattr(kernel, side), getattr(plain, side)), side
     s = kernel.at(kernel.k_scales).double()
-    amax = (
-        torch.nn.functional.pad(kernel.key.double().abs(), (0, -case["D"] % 32))
-        .unflatten(-1, (-1, 32))
-        .amax(-1)
-    )
+    coded = kernel.key.double()
+    if kernel.bypass is not None and plain.bypass is not None:
+        assert torch.equal(kernel.bypass.k, plain.bypass.k)
+        index = kernel.bypass.channels.long().expand(case["T"], -1, -1)
+        assert torch.equal(kernel.at(kernel.bypass.k), kernel.key.gather(2, index))
+        assert not bool(kernel.at(kernel.k).gather(2, index).any())
+        coded = kernel.bypass.spare(coded)
+    amax = torch.nn.functional.pad(coded.abs(), (0, -case["D"] % 32)).unflatten(-1, (-1, 32)).amax(-1)
     assert bool((s * 127 >= amax).all())
     if kernel.witness is not None and plain.witness is not None:
         step = kernel.witness.int() - plain.witness.int()
@@ -114,14 +125,16 @@ def test_stores_what_the_reference_stores_and_nothing_else(case: dict[str, Any])
         ids = kernel.row_ids[kernel.slots].long() & 0xFFFFFFFF
         u = rows(KEY, ids, 2, [9 + h for h in range(case["heads"])], case["D"]).double()
         spread = s.repeat_interleave(32, dim=-1)[..., : case["D"]]
-        residual = spread * (kernel.at(kernel.k).double() - u) - kernel.key.double()
+        if kernel.bypass is not None:
+            u = kernel.bypass.spare(u)
+        residual = spread * (kernel.at(kernel.k).double() - u) - coded
         grouped = torch.nn.functional.pad(residual, (0, -case["D"] % 32)).unflatten(-1, (-1, 32)).norm(dim=-1)
         known = decode_group_witness(kernel.at(kernel.witness), kernel.at(kernel.k_scales))
         assert bool((known >= grouped).all())
 
 
 def test_spoilt_groups_read_back_as_infinite_and_padding_is_skipped() -> None:
-    case = {"T": 5, "page": 16, "D": 64, "heads": 1, "dtype": torch.float32, "layout": "NHD", "form": "slots"}
+    case = {**SMALL, "T": 5}
     pool = Pool({**case, "witness": True})
     pool.key[0, 0, 3], pool.key[1, 0, 40], pool.value[2, 0, 0] = float("nan"), float("-inf"), float("nan")
     pool.key[3, 0, 32:], pool.key[3, 0, :32] = 0.0, 1e-9
@@ -138,7 +151,7 @@ def test_spoilt_groups_read_back_as_infinite_and_padding_is_skipped() -> None:
 
 
 def test_forms_exclude_each_other_and_bad_shapes_are_named() -> None:
-    case = {"T": 5, "page": 16, "D": 64, "heads": 1, "dtype": torch.float32, "layout": "NHD", "form": "slots"}
+    case = {**SMALL, "T": 5}
     pool = Pool({**case, "witness": False})
     head_ids = torch.zeros(1, dtype=torch.int32)
     side = (pool.k_scales, pool.v_scales, pool.row_ids)
@@ -160,8 +173,8 @@ def test_forms_exclude_each_other_and_bad_shapes_are_named() -> None:
 
 
 def test_custom_op_obeys_torch_library() -> None:
-    case = {"T": 3, "page": 16, "D": 64, "heads": 1, "dtype": torch.float32, "layout": "NHD", "form": "slots"}
-    pool = Pool({**case, "witness": True})
+    case = {**SMALL, "T": 3}
+    pool = Pool({**case, "witness": True, "bypass": 2})
     torch.library.opcheck(
         append_int8_op,
         (
@@ -175,6 +188,7 @@ def test_custom_op_obeys_torch_library() -> None:
             pool.row_ids,
             pool.slots,
             torch.zeros(1, dtype=torch.int32),
+            *exact_tensors(None, pool.bypass)[3:],
             0,
             1,
         ),

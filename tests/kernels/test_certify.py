@@ -12,20 +12,20 @@ from witcert_core.bands import BandMap, band_map
 from witcert_core.bounds import meter
 from witcert_core.errors import UnsupportedError
 from witcert_core.kernels.certify import certify
-from witcert_core.kernels.common.pages import PageTable
 from witcert_core.kernels.witness import write_with_witness
 from witcert_core.rotary import RotarySpec
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
 from witcert_core.witness import decode_norm
 
 from .compare import assert_outward
+from .paged import in_layout, page_table
 from .pairwise import full, name, pairwise
 
 FACTORS: dict[str, list[Any]] = {
     "S": [1, 63, 64, 65, 1000],
     "page": [1, 16, 64],
     "D": [64, 80, 96, 128, 256],
-    "G": [1, 3, 4, 8],
+    "G": [1, 3, 4, 5, 7, 8, 16],
     "dtype": [torch.float32, torch.float16],
     "layout": ["NHD", "HND"],
     "option": ["plain", "window", "softcap", "sinks", "alibi", "three"],
@@ -40,13 +40,7 @@ class Pool:
         self, length: int, page: int, dim: int, dtype: torch.dtype, bands: BandMap, backend: str = "auto"
     ):
         g = torch.Generator().manual_seed(3)
-        pages = -(-length // page) + 2
-        order = torch.randperm(pages, generator=g).to(torch.int32)
-        self.table = PageTable(
-            torch.tensor([0, pages - 2], dtype=torch.int32),
-            order[: pages - 2].contiguous(),
-            torch.tensor([(length - 1) % page + 1], dtype=torch.int32),
-        )
+        self.table, pages = page_table((length,), page, g)
         shape = (pages, page, 1)
         self.k = torch.full((*shape, dim), float("nan"), dtype=dtype)
         self.v = torch.full((*shape, dim), float("nan"), dtype=dtype)
@@ -94,9 +88,7 @@ def check(case: dict[str, Any]) -> None:
     extra = options_of(case["option"], case["G"])
     q_len = extra.get("q_len", 1)
     q = torch.randn(q_len, case["G"], case["D"], generator=torch.Generator().manual_seed(9)).to(case["dtype"])
-    cache = (pool.k, pool.v)
-    if case["layout"] == "HND":
-        cache = tuple(x.permute(0, 2, 1, 3).contiguous() for x in cache)
+    cache = in_layout(pool.k, pool.v, case["layout"])
     arguments: dict[str, Any] = dict(
         max_kv_len=case["S"],
         kv_layout=case["layout"],

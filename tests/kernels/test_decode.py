@@ -14,19 +14,21 @@ from witcert_core.layout import AccField
 
 from .compare import assert_outward
 from .int8_case import KEY, LAYER, make_case, queries
+from .paged import layout_name
 from .pairwise import full, name, pairwise
 
 FACTORS: dict[str, list[Any]] = {
     "S": [1, 63, 64, 65, 1000],
     "page": [1, 16, 64],
     "D": [64, 80, 96, 128, 256],
-    "G": [1, 3, 4, 8],
+    "G": [1, 3, 4, 5, 7, 8, 16],
     "dtype": [torch.float32, torch.float16],
     "layout": ["NHD", "HND", "5D"],
     "option": ["plain", "window", "softcap", "sinks", "alibi", "three"],
     "witness": [False, True],
     "rows": ["shared", "mixed"],
     "delta": [0.0, 1e-7],
+    "bypass": [0, 1, 4],
 }
 
 
@@ -43,7 +45,8 @@ def options_of(option: str, heads: int) -> dict[str, Any]:
 
 
 def check(case: dict[str, Any]) -> None:
-    data = make_case((case["S"],), case["page"], case["D"], case["G"], mixed=case["rows"] == "mixed")
+    spared = {"bypass_pairs": case["bypass"], "dtype": case["dtype"]}
+    data = make_case((case["S"],), case["page"], case["D"], case["G"], mixed=case["rows"] == "mixed", **spared)
     extra = options_of(case["option"], case["G"])
     q_len = extra.get("q_len", 1)
     q = queries(data, q_len, case["dtype"])
@@ -54,7 +57,8 @@ def check(case: dict[str, Any]) -> None:
         max_kv_len=max(data.lengths),
         k_scale=0.5,
         v_scale=1.75,
-        kv_layout="HND" if case["layout"] == "HND" else "NHD",
+        kv_layout=layout_name(case["layout"]),
+        bypass=data.bypass,
         witness=data.witness if case["witness"] else None,
         delta_loc=torch.full((q.shape[0],), case["delta"]),
         **extra,
@@ -83,7 +87,7 @@ GRID = full({key: FACTORS[key] for key in ("S", "page", "D", "G", "dtype")})
 @pytest.mark.parametrize("index", range(len(GRID)), ids=lambda i: name(GRID[i]))
 def test_matches_float64_everywhere(index: int) -> None:
     """Every shape; options, layouts and rows take turns, at steps that have no common factor."""
-    turns = {key: FACTORS[key][index % len(FACTORS[key])] for key in ("layout", "witness", "delta")}
+    turns = {key: FACTORS[key][index % len(FACTORS[key])] for key in ("layout", "witness", "delta", "bypass")}
     turns |= {"option": FACTORS["option"][index // 2 % 6], "rows": FACTORS["rows"][index // 7 % 2]}
     check({**GRID[index], **turns})
 

@@ -11,7 +11,7 @@ from witcert_core.errors import InputError
 from witcert_core.kernels.extend import extend_int8
 
 from .compare import assert_outward
-from .int8_case import KEY, LAYER, make_case
+from .int8_case import KEY, LAYER, make_case, repair_every_third
 from .pairwise import name, pairwise
 
 FACTORS: dict[str, list[Any]] = {
@@ -19,16 +19,20 @@ FACTORS: dict[str, list[Any]] = {
     "new": [1, 17, 70],
     "page": [1, 16, 64],
     "D": [64, 80, 128],
-    "G": [1, 3, 4, 8],
+    "G": [1, 3, 4, 5, 7, 8, 16],
     "dtype": [torch.float32, torch.float16],
-    "option": ["plain", "window", "softcap", "sinks"],
+    "option": ["plain", "window", "softcap", "sinks", "alibi"],
     "witness": [False, True],
+    "bypass": [0, 1, 4],
+    "repaired": [False, True],
 }
 
 
 @pytest.mark.parametrize("case", pairwise(FACTORS), ids=name)
 def test_matches_float64(case: dict[str, Any]) -> None:
-    data = make_case((case["prefix"], 5), case["page"], case["D"], case["G"])
+    spared = {"bypass_pairs": case["bypass"], "dtype": case["dtype"]}
+    data = make_case((case["prefix"], 5), case["page"], case["D"], case["G"], **spared)
+    side = repair_every_third(data, case["dtype"]) if case["repaired"] else None
     g = torch.Generator().manual_seed(4)
     tokens = case["new"] + 2
     q = torch.randn(tokens, case["G"], case["D"], generator=g).to(case["dtype"])
@@ -38,6 +42,7 @@ def test_matches_float64(case: dict[str, Any]) -> None:
         "window": {"window_left": 40},
         "softcap": {"logits_soft_cap": 15.0},
         "sinks": {"sinks": torch.randn(case["G"], generator=g)},
+        "alibi": {"alibi_slopes": torch.rand(case["G"], generator=g) * 0.1},
     }[case["option"]]
     rows = torch.tensor(sorted({0, case["new"] // 2, case["new"] - 1, tokens - 1}), dtype=torch.int32)
     counters = torch.zeros(LAYER + 1, dtype=torch.int64)
@@ -60,8 +65,10 @@ def test_matches_float64(case: dict[str, Any]) -> None:
         max_kv_len=max(case["prefix"], 5),
         meter_rows=rows,
         delta_loc=torch.full((rows.numel(),), 1e-7),
-        k_scale=0.5,
-        v_scale=1.75,
+        k_scale=1.0 if case["repaired"] else 0.5,
+        v_scale=1.0 if case["repaired"] else 1.75,
+        bypass=data.bypass,
+        repaired=side,
         witness=data.witness if case["witness"] else None,
         **extra,
     )

@@ -164,7 +164,8 @@ def _check_encoding(case: _Case, quantizer: DitheredQuantizer, kind: Kind, resul
         positions=positions,
         ctx=case.context(case.row_ids + 100, case.head_ids),
     )
-    _require(not torch.equal(other, result), "another dither row gives the same values")
+    # The law is claimed of keys; values have a deterministic bound and need no dither.
+    _require(kind == "v" or not torch.equal(other, result), "another dither row gives the same keys")
 
 
 def _check_repeatable(case: _Case, kind: Kind) -> None:

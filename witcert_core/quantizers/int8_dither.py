@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from witcert_core.dither import dequantize_int8, quantize_int8, rows
@@ -17,8 +18,9 @@ from witcert_core.quantizers.base import DitheredQuantizer, Encoded, Kind, Quant
 class Int8Dither(DitheredQuantizer):
     """x~ = s (round(x/s + u) - u) per group of 32 channels, s >= max|x|/127 in fp16 rounded up.
 
-    u comes from the token's dither row, the layer, the global head and the channel; keys and values share it.
-    272 bytes of K and V at head_dim 128.
+    For keys u comes from the token's dither row, the layer, the global head and the channel. Values are rounded to
+    nearest, u = 0: their bound is the half step either way, and reading them draws nothing. 272 bytes of K and V at
+    head_dim 128.
     """
 
     name: ClassVar[str] = "int8_dither"
@@ -30,7 +32,9 @@ class Int8Dither(DitheredQuantizer):
                 f"quantizer {self.name!r}: the context has no row_ids or no dither_key; "
                 "the engine adapter must give both for a dithered quantizer"
             )
-        u = rows(ctx.dither_key, ctx.row_ids, layer, ctx.head_ids, ctx.head_dim)
+        u = torch.zeros(1, device=x.device)
+        if kind == "k":
+            u = rows(ctx.dither_key, ctx.row_ids, layer, ctx.head_ids, ctx.head_dim)
         codes, scales = quantize_int8(x, u)
         return Encoded(codes, scales, dequantize_int8(codes, scales, u))
 

@@ -15,6 +15,8 @@ from witcert_core.kernels.append.launch import append_int8_op
 from witcert_core.kernels.append.reference import append_reference
 from witcert_core.kernels.common import dispatch
 from witcert_core.kernels.common.backend import resolve
+from witcert_core.kernels.common.bypass import BypassedKeys
+from witcert_core.kernels.common.exact import exact_tensors
 from witcert_core.kernels.common.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
 
 
@@ -42,6 +44,7 @@ def append_int8(
     positions: Tensor | None = None,
     table: PageTable | None = None,
     witness: Tensor | None = None,
+    bypass: BypassedKeys | None = None,
     kv_layout: str = "NHD",
     backend: str = "auto",
 ) -> None:
@@ -57,6 +60,7 @@ def append_int8(
             :func:`~witcert_core.kernels.decode.decode_int8` reads it; ``witness`` uint8 ``[P, page_size, Hkv,
             Gr]`` takes the residual norms, rounded up.
         row_ids: uint32 ``[slots]``, already holding this pass's row at the slots written.
+        bypass: K channels kept in 16 bit: left out of ``amax``, code 0, copied to ``bypass.k``, which has key's dtype.
         layer, head_ids, dither_key: as in decoding.
         slot_mapping: int64 ``[T]``; a negative slot is padding and skipped. Or the other form:
         batch_indices, positions, table: int32 ``[T]`` each and the pages of the requests.
@@ -83,6 +87,8 @@ def append_int8(
     dispatch.check_vector("head_ids", head_ids, heads, torch.int32)
     if witness is not None:
         check_side("witness", witness, k_cache, num_groups(head_dim), torch.uint8)
+    if bypass is not None:
+        bypass.check(k_cache, key.dtype)
     ids = dispatch.row_bits(row_ids, k_cache.shape[0] * page_size)
     slots = slot_mapping if slot_mapping is not None else ids
     if resolve(backend, key.device) == "reference":
@@ -99,6 +105,7 @@ def append_int8(
             layer,
             head_ids.tolist(),
             dither_key,
+            bypass,
         )
         return
     append_int8_op(
@@ -112,6 +119,7 @@ def append_int8(
         ids,
         slots,
         head_ids,
+        *exact_tensors(None, bypass)[3:],
         layer,
         dispatch.seed_of(dither_key),
     )

@@ -9,7 +9,7 @@ TOKENS = 32
 NUM_WARPS = 4
 
 
-@torch.library.custom_op("witcert::append_int8", mutates_args=("k", "v", "k_scales", "v_scales", "witness"))
+@torch.library.custom_op("witcert::append_int8", mutates_args=("k", "v", "k_scales", "v_scales", "witness", "k_bypass"))
 def append_int8_op(
     key: Tensor,
     value: Tensor,
@@ -21,15 +21,21 @@ def append_int8_op(
     row_ids: Tensor,
     slot_mapping: Tensor,
     head_ids: Tensor,
+    bypass_keep: Tensor | None,
+    bypass_channels: Tensor | None,
+    k_bypass: Tensor | None,
     layer: int,
     seed: int,
 ) -> None:
     """Caches as ``[P, page_size, Hkv, D]`` views."""
+    import triton
+
     from witcert_core.kernels.append.triton import append_kernel
 
     tokens, heads, head_dim = key.shape
     if tokens == 0:
         return
+    bypass = 0 if bypass_channels is None else int(bypass_channels.shape[1])
     append_kernel[(-(-tokens // TOKENS), heads, 2)](
         key,
         value,
@@ -41,6 +47,9 @@ def append_int8_op(
         row_ids,
         head_ids,
         slot_mapping,
+        head_ids if bypass_keep is None else bypass_keep,
+        head_ids if bypass_channels is None else bypass_channels,
+        key if k_bypass is None else k_bypass,
         tokens,
         key.stride(0),
         key.stride(1),
@@ -56,6 +65,8 @@ def append_int8_op(
         PAGE=k.shape[1],
         N=TOKENS,
         WITNESS=witness is not None,
+        BYPASS=bypass,
+        BP=triton.next_power_of_2(max(bypass, 1)),
         num_warps=NUM_WARPS,
     )
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.dither import DitherKey, dequantize_int8, group_witness_codes, quantize_int8, rows
+from witcert_core.kernels.common.bypass import BypassedKeys
 
 
 def append_reference(
@@ -23,6 +24,7 @@ def append_reference(
     layer: int,
     head_ids: Sequence[int],
     dither_key: DitherKey,
+    bypass: BypassedKeys | None = None,
 ) -> None:
     """Caches ``[P, page_size, Hkv, D]`` views, written in place; tokens with a negative slot are skipped."""
     page_size = k_cache.shape[1]
@@ -32,6 +34,10 @@ def append_reference(
     ids = row_ids[slots].to(torch.int64) & 0xFFFFFFFF
     u = rows(dither_key, ids, layer, head_ids, key.shape[-1])
     exact = key[used].to(torch.float32)
+    if bypass is not None:
+        index = bypass.channels.to(torch.int64).expand(exact.shape[0], -1, -1)
+        bypass.k[page, offset] = key[used].gather(2, index)
+        exact, u = bypass.spare(exact), bypass.spare(u)
     codes, scales = quantize_int8(exact, u)
     k_cache[page, offset] = codes
     k_scales[page, offset] = scales

@@ -74,10 +74,16 @@ def append_side(
     N: tl.constexpr,
     DITHER: tl.constexpr,
     WITNESS: tl.constexpr,
+    BYPASS: tl.constexpr,
+    BP: tl.constexpr,
+    keep_ptr,
+    channel_ptr,
+    bypass_ptr,
     first,
     head,
 ):
-    """One KV head of ``N`` tokens from ``first``, K or V."""
+    """One KV head of ``N`` tokens from ``first``, K or V. ``BYPASS`` channels, listed in ``channel_ptr`` and 0 in
+    ``keep_ptr``, are copied to ``bypass_ptr`` and left out of everything else."""
     NG: tl.constexpr = (D + 31) // 32
     token = first + tl.arange(0, N)
     live = token < tokens
@@ -90,15 +96,21 @@ def append_side(
     line = slot * HKV + head
     source = x_ptr + token64[:, None] * stride_x_tok + head * stride_x_head
     target = cache_ptr + page[:, None] * stride_page + offset[:, None] * stride_tok + head.to(tl.int64) * stride_head
+    if BYPASS > 0:
+        copy_bypass(source, channel_ptr + head * BYPASS, bypass_ptr, line, live, BYPASS, BP)
     for g in tl.static_range(NG):
         channel = g * 32 + tl.arange(0, 32)
         keep = live[:, None] & (channel < D)[None, :]
-        x = tl.load(source + channel[None, :], mask=keep, other=0.0).to(tl.float32)
+        coded = keep
+        if BYPASS > 0:
+            kept = tl.load(keep_ptr + head * D + channel, mask=channel < D, other=0)
+            coded = keep & (kept != 0)[None, :]
+        x = tl.load(source + channel[None, :], mask=coded, other=0.0).to(tl.float32)
         u = tl.zeros((N, 32), tl.float32)
         if DITHER:
             row_id = tl.load(row_id_ptr + slot, mask=live, other=0)
             u = dither_tile(seed, row_id, layer, tl.load(head_id_ptr + head), g, N)
-            u = tl.where((channel < D)[None, :], u, 0.0)
+            u = tl.where(coded, u, 0.0)
         codes, s, safe, usable = quantize_group(x, u)
         tl.store(target + channel[None, :], codes.to(tl.int8), mask=keep)
         tl.store(scale_ptr + line * NG + g, s.to(tl.float16), mask=live)
@@ -107,13 +119,23 @@ def append_side(
             ratio = tl.div_rn(tl.where(usable[:, None], x, 0.0), safe[:, None] + tl.zeros_like(x))
             gap = codes - u - ratio
             # 2^-17 for the rounding of x / s (127 * 2^-24) and of the two subtractions in each channel.
-            gap = tl.where(keep & usable[:, None], tl.abs(gap) + 7.62939453125e-06, 0.0)
+            gap = tl.where(coded & usable[:, None], tl.abs(gap) + 7.62939453125e-06, 0.0)
             norm = tl.sqrt(tl.sum(gap * gap, 1)) * (1.0 + 2.0**-20)
             code = tl.ceil(norm / _WITNESS_UNIT * (1.0 + 2.0**-20))
             # A full half step in every channel may round just past 255; the decoder's 2^-15 margin covers it.
             code = tl.where(code > 255.0, 255.0, code)
             code = tl.where(usable, code, tl.where(s == 0.0, 0.0, 255.0))
             tl.store(witness_ptr + line * NG + g, code.to(tl.uint8), mask=live)
+
+
+@triton.jit
+def copy_bypass(source, channel_ptr, bypass_ptr, line, live, BYPASS: tl.constexpr, BP: tl.constexpr):
+    """The bypassed channels of ``N`` tokens at ``source [N, 1]``, bit for bit."""
+    column = tl.arange(0, BP)
+    channel = tl.load(channel_ptr + column, mask=column < BYPASS, other=0)
+    keep = live[:, None] & (column < BYPASS)[None, :]
+    spared = tl.load(source + channel[None, :], mask=keep, other=0.0)
+    tl.store(bypass_ptr + line[:, None] * BYPASS + column[None, :], spared, mask=keep)
 
 
 @triton.jit(do_not_specialize=["layer", "seed"])
@@ -128,6 +150,9 @@ def append_kernel(
     row_id_ptr,
     head_id_ptr,
     slot_ptr,
+    keep_ptr,
+    channel_ptr,
+    bypass_ptr,
     tokens,
     stride_key_tok,
     stride_key_head,
@@ -147,6 +172,8 @@ def append_kernel(
     PAGE: tl.constexpr,
     N: tl.constexpr,
     WITNESS: tl.constexpr,
+    BYPASS: tl.constexpr,
+    BP: tl.constexpr,
 ):
     """Grid ``(ceil(T / N), Hkv, 2)``: K and V are halves of one launch."""
     first = tl.program_id(0) * N
@@ -174,6 +201,11 @@ def append_kernel(
             N,
             True,
             WITNESS,
+            BYPASS,
+            BP,
+            keep_ptr,
+            channel_ptr,
+            bypass_ptr,
             first,
             head,
         )
@@ -200,6 +232,11 @@ def append_kernel(
             N,
             False,
             False,
+            0,
+            BP,
+            keep_ptr,
+            channel_ptr,
+            bypass_ptr,
             first,
             head,
         )
