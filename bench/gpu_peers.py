@@ -11,14 +11,11 @@ import math
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 
 from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.merge import merge_splits
-from witcert_core.kernels.decode.launch import MERGE_BLOCK, NUM_WARPS, TILE_ROWS, weight_dtype
-from witcert_core.kernels.extend.launch import TILE_KEYS
-from witcert_core.kernels.extend.triton import tail_split
+from witcert_core.kernels.common.launch import Attention, Pages, Rows, Tail, launch_merge
+from witcert_core.kernels.extend.launch import launch_tail_split
 
 PAGE = 16
 Attend = Callable[[int], object]
@@ -27,7 +24,6 @@ Attend = Callable[[int], object]
 def ours_16bit(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Attend:
     """Split-K over contiguous keys: ``k``, ``v [sets * batch * length, Hkv, D]``."""
     rows, heads, dim = q.shape
-    kv_heads = k.shape[1]
     splits = -(-length // slack.SPLIT_TOKENS)
     device = q.device
     part_o = torch.empty(rows, heads, splits, dim, device=device)
@@ -43,76 +39,24 @@ def ours_16bit(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Atte
         for s in range(k.shape[0] // (batch * length))
     ]
 
+    call = Attention(0, 0, 1.0 / math.sqrt(dim), 1.0, 0.0, -1, 1)
+
     def attend(s: int) -> object:
-        tail_split[(rows, kv_heads, splits)](
-            q,
-            k,
-            v,
-            starts[s],
-            limit,
-            tail,
-            part_o,
-            part_m,
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            1.0 / math.sqrt(dim),
-            1.0,
-            0.0,
-            -1,
-            splits,
-            heads,
-            G=heads // kv_heads,
-            D=dim,
-            DV=dim,
-            M=TILE_ROWS,
-            N=TILE_KEYS,
-            SPLIT=slack.SPLIT_TOKENS,
-            SOFT_CAP=False,
-            WINDOW=False,
-            METER=False,
-            P_DTYPE=weight_dtype(q.dtype),
-            DOT_ERROR=slack.dot_error(dim),
-            num_warps=NUM_WARPS,
-            num_stages=2,
-        )
-        merge_splits[(rows, heads)](
+        launch_tail_split(q, k, v, starts[s], limit, tail, part_o, part_m, call, splits=splits, meter=False)
+        launch_merge(
             part_o,
             part_m,
             out,
             lse,
             lse,
-            lse,
-            lse,
-            empty,
-            limit,
-            index,
-            index,
-            limit,
-            index,
-            tail,
-            empty,
             counter,
-            *out.stride()[:2],
-            1.0,
-            -1,
-            1,
-            splits,
-            heads,
-            DV=dim,
-            DV_PAD=triton.next_power_of_2(dim),
-            PAGE=PAGE,
-            SPLIT=slack.SPLIT_TOKENS,
-            BLOCK=MERGE_BLOCK,
-            METER=False,
-            SINK=False,
-            WINDOW=False,
-            ROWS=True,
-            FLAG=0,
-            STORE_OUT=True,
-            OMEGA=False,
-            TAIL=True,
-            num_warps=4,
+            Pages(empty, empty, limit),
+            call,
+            page_size=PAGE,
+            v_dim=dim,
+            meter=False,
+            rows=Rows(index, index, limit),
+            tail=Tail(index, tail),
         )
         return out
 

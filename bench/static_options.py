@@ -15,7 +15,7 @@ from static import Case, all_cases, build
 from witcert_core.kernels.repair.triton import repair_kernel
 
 OPTIONS = ("METER", "SOFT_CAP", "WINDOW", "ALIBI", "ROWS", "MIXED", "MULTI", "SINK", "TAIL", "OMEGA")
-FP32 = dict.fromkeys(("q_ptr", "k_exact_ptr", "v_exact_ptr", "out_ptr", "k_new_ptr", "v_new_ptr"), "*fp32")
+FP32 = dict.fromkeys(("q_ptr", "k_exact_ptr", "v_exact_ptr", "k_bypass_ptr", "out_ptr", "k_new_ptr", "v_new_ptr"), "*fp32")
 
 
 def option_cases(dim: int) -> list[Case]:
@@ -32,17 +32,18 @@ def option_cases(dim: int) -> list[Case]:
     wide = {"exact_ptr": "*fp32", "fake_ptr": "*fp32", "pool_ptr": "*fp32", "witness_ptr": "*u8", "slot_ptr": "*i64"}
     side = {"source_ptr": "*bf16", "pool_ptr": "*bf16"}
     return [
-        vary("decode+meter+witness", "decode, all options", FLAG=1),
-        vary("decode+meter+witness", "decode, fp32", FP32, FLAG=2, P_DTYPE=tl.float32, METER=False),
+        vary("decode+meter+witness", "decode, all options", FLAG=1, BYPASS=8),
+        vary("decode+meter+witness", "decode, fp32", FP32, FLAG=2, P_DTYPE=tl.float32, METER=False, BYPASS=8),
         vary("merge", "merge, all options", FLAG=1),
         vary("merge", "merge, unmetered", FLAG=2, METER=False, OMEGA=False),
         vary("certify", "certify, all options", FLAG=1),
         vary("certify", "certify, fp8 pool", fp8, ROWS=False),
         vary("certify", "certify, fp32 over fp16", half, ROWS=False),
-        vary("extend", "extend, all options"),
+        vary("extend", "extend, all options", BYPASS=8),
         vary("extend", "extend, fp32", FP32, P_DTYPE=tl.float32),
         vary("extend tail", "extend tail, all options"),
         vary("extend tail", "extend tail, fp32", FP32, P_DTYPE=tl.float32, METER=False),
+        vary("append", "append, bypass and witness", BYPASS=8, BP=8),
         vary("witness", "witness, whole norm in fp32", wide, WHOLE=True),
         Case("repair", repair_kernel, {"SIZE": 1024, "BLOCK": 1024, "TAG": True}, side, warps=4),
     ]

@@ -49,6 +49,27 @@ class Int8Case:
         """The codes as NHD or HND pairs, or as one 5-D tensor."""
         return in_layout(self.k, self.v, layout)
 
+    def rewrite(self) -> None:
+        """Quantize the exact keys and values of every token into its slot."""
+        for request, length in enumerate(self.lengths):
+            slots = self.table.slots(request, length, self.page_size)
+            page, offset = slots // self.page_size, slots % self.page_size
+            append_reference(
+                self.exact_k[page, offset],
+                self.exact_v[page, offset],
+                self.k,
+                self.v,
+                self.k_scales,
+                self.v_scales,
+                self.witness,
+                self.row_ids,
+                slots,
+                LAYER,
+                self.head_ids.tolist(),
+                KEY,
+                self.bypass,
+            )
+
     def only(self, request: int) -> PageTable:
         """The page table of one request alone."""
         low, high = self.table.indptr[request : request + 2].tolist()
@@ -138,29 +159,13 @@ def make_case(
         bypass,
     )
     for request, length in enumerate(lengths):
-        slots = case.table.slots(request, length, page_size)
         rows = torch.full((length,), 7 + request, dtype=torch.int32)
         if mixed:
             # The last third was generated token by token, with row ids beyond 2^31 among them.
             own = torch.arange(length, dtype=torch.int32) - 2**31 + 1000
             rows = torch.where(torch.arange(length) >= length - length // 3, own, rows)
-        case.row_ids[slots] = rows
-        page, offset = slots // page_size, slots % page_size
-        append_reference(
-            exact_k[page, offset],
-            exact_v[page, offset],
-            case.k,
-            case.v,
-            case.k_scales,
-            case.v_scales,
-            case.witness,
-            case.row_ids,
-            slots,
-            LAYER,
-            case.head_ids.tolist(),
-            KEY,
-            bypass,
-        )
+        case.row_ids[case.table.slots(request, length, page_size)] = rows
+    case.rewrite()
     return case
 
 

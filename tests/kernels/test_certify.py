@@ -15,7 +15,7 @@ from witcert_core.kernels.certify import certify
 from witcert_core.kernels.witness import write_with_witness
 from witcert_core.rotary import RotarySpec
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
-from witcert_core.witness import decode_norm
+from witcert_core.witness import decode_norm, value_codes, witness_codes
 
 from .compare import assert_outward
 from .paged import in_layout, page_table
@@ -199,14 +199,40 @@ def test_unknown_slot_makes_the_meter_one_and_rows_may_come_in_any_order() -> No
     assert counters.tolist() == [0, 6]
 
 
-def test_fp8_pool_and_refusal_of_keys_that_would_round() -> None:
+@pytest.mark.parametrize("narrow", [torch.float8_e5m2, torch.float8_e4m3fn], ids=["e5m2", "e4m3"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_fp8_pool_with_scales_is_certified_through_the_page_table(narrow: torch.dtype, layout: str) -> None:
+    """The engine stores ``K / k_scale`` in fp8; witnesses are in units of what is stored."""
+    bands = band_map(RotarySpec(80))
+    pool = Pool(70, 16, 80, torch.float16, bands)
+    k_scale, v_scale = 0.25, 0.5
+    k, v = (torch.full(x.shape, float("nan")).to(narrow) for x in (pool.k, pool.v))
+    page, offset = pool.slots // 16, pool.slots % 16
+    k[page, offset] = (pool.exact_k.float() / k_scale).to(narrow)
+    v[page, offset] = (pool.exact_v.float() / v_scale).to(narrow)
+    pool.witness[page, offset] = witness_codes(pool.exact_k.float() / k_scale, k[page, offset].float(), bands)
+    values = value_codes(pool.exact_v.float() / v_scale, v[page, offset].float())
+    pool.value_witness[page, offset] = values[..., None]
+    q = torch.randn(1, 5, 80, generator=torch.Generator().manual_seed(2)).half()
+    arguments: dict[str, Any] = dict(
+        max_kv_len=70, kv_layout=layout, k_scale=k_scale, v_scale=v_scale, value_witness=pool.value_witness
+    )
+    cache = (k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)) if layout == "HND" else (k, v)
+    got = certify(q, cache, pool.witness, pool.table, bands, **arguments)
+    want = certify(q, cache, pool.witness, pool.table, bands, backend="reference", **arguments)
+    assert_outward(got.acc, want.acc)
+    assert bool((meter(got.acc)[0] <= got.meter()[0]).all())
+    weights = [
+        softmax_with_sink(attention_logits(q[0].double(), keys.double(), 80**-0.5, 0.0), None)
+        for keys in (pool.exact_k, k[page, offset].float() * k_scale)
+    ]
+    assert bool((got.meter()[0][0] >= total_variation(*weights)).all())
+    assert bool((got.meter()[0][0] < 1.0).all())
+
+
+def test_refusal_of_keys_that_would_round() -> None:
     bands = band_map(RotarySpec(64))
     pool = Pool(40, 16, 64, torch.float16, bands)
     q = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(2)).half()
-    narrow = tuple(x.nan_to_num().to(torch.float8_e5m2) for x in (pool.k, pool.v))
-    got = certify(q, narrow, pool.witness, pool.table, bands, max_kv_len=40)
-    want = certify(q, narrow, pool.witness, pool.table, bands, max_kv_len=40, backend="reference")
-    assert_outward(got.acc, want.acc)
-    assert bool((meter(got.acc)[0] <= got.meter()[0]).all())
     with pytest.raises(UnsupportedError, match="would round keys"):
         certify(q, (pool.k.float(), pool.v.float()), pool.witness, pool.table, bands, max_kv_len=40)

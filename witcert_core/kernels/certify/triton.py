@@ -147,7 +147,6 @@ def certify_split(
     weight_q = band_norms(q, NG, band_ptr, D, M, BP) * (scale * _UP)
     length_q = query_length(q, M, NG) * scale
     slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
-    bias = 0.0
     band = tl.arange(0, BP)
 
     ref = tl.full((M,), float("-inf"), tl.float32)
@@ -171,6 +170,7 @@ def certify_split(
 
         visible = valid[None, :] & live[:, None]
         seen = live[:, None]
+        bias = 0.0
         if WINDOW:
             visible = visible & (token[:, None] >= first[None, :])
             seen = (live & (token >= lowest))[:, None]

@@ -2,8 +2,9 @@
 pages.
 
 ``run`` copies nothing to the host, allocates nothing and launches a fixed grid, so it can be captured in a
-CUDA graph; with ``use_cuda_graph`` the page table lives in buffers given at construction and ``plan`` refills
-them.
+CUDA graph; with ``use_cuda_graph`` the page table lives in buffers given at construction, ``plan`` refills them,
+and nothing a graph reads moves. Numbers given to ``plan`` (window, cap, scale) are part of a captured graph: a
+change needs another capture.
 """
 
 from __future__ import annotations
@@ -104,7 +105,13 @@ class BatchDecodeWithInt8PagedKVCacheWrapper:
         rows = (self._table.batch_size) * q_len_per_req
         shape = (rows, num_qo_heads)
         fresh = self._arguments.get("acc") is None or self._arguments["acc"].shape[:2] != shape
-        if fresh or self._arguments["out"].shape[2] != head_dim or self._arguments["out"].dtype != q_data_type:
+        fresh = fresh or self._arguments["out"].shape[2] != head_dim or self._arguments["out"].dtype != q_data_type
+        if fresh and self._arguments and self._buffers is not None:
+            raise InputError(
+                f"{rows} rows, {num_qo_heads} heads, head_dim {head_dim} and {q_data_type} are not those of the first "
+                "plan; a captured graph keeps its tensors, so make another wrapper"
+            )
+        if fresh:
             acc = torch.full((*shape, NUM_ACC_FIELDS), float("inf"), dtype=torch.float32, device=device)
             self._arguments = {
                 "out": torch.empty(*shape, head_dim, dtype=q_data_type, device=device),
@@ -115,13 +122,16 @@ class BatchDecodeWithInt8PagedKVCacheWrapper:
             }
         elif self._arguments["workspace"].capacity < limit:
             self._arguments["workspace"] = Workspace.allocate(rows, num_qo_heads, head_dim, limit, device)
+        slopes = self._arguments.get("alibi_slopes")
+        if pos_encoding_mode == "ALIBI" and slopes is None:
+            slopes = alibi_slopes(num_qo_heads).to(device)
         self._arguments |= {
             "max_kv_len": limit,
             "window_left": window_left,
             "logits_soft_cap": logits_soft_cap or 0.0,
             "sm_scale": sm_scale,
             "q_len": q_len_per_req,
-            "alibi_slopes": alibi_slopes(num_qo_heads).to(device) if pos_encoding_mode == "ALIBI" else None,
+            "alibi_slopes": slopes if pos_encoding_mode == "ALIBI" else None,
         }
 
     def run(

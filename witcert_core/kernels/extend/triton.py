@@ -304,7 +304,6 @@ def tail_split(
     q = load_queries(q_ptr + r * stride_q_row + head * stride_q_head, valid, q_ptr, D, NG, False)
     length_q = query_length(q, M, NG) * tl.abs(new_scale)
     slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
-    bias = 0.0
     ref = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((N, M), tl.float32)
     out = tl.zeros((GV, 32, M), tl.float32)
@@ -325,6 +324,7 @@ def tail_split(
             seen = seen & (token >= tail - 1 - window_left)
         visible = valid[None, :] & seen[:, None]
         z = z * new_scale
+        bias = 0.0
         if SOFT_CAP:
             z = soft_cap(z, cap)
         if ALIBI:
