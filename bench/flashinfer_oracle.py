@@ -22,10 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from witcert_core.kernels.common.pages import PageTable  # noqa: E402
+from witcert_core.kernels.common.pages import PageTable
 
 VARIANT = "WitcertRadii"
 DECLARATION = """

@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from flashinfer_oracle import log_a
 from torch import Tensor
 
-from witcert_core.bands import band_map
+from witcert_core.bands import BandMap, band_map
 from witcert_core.dither import DitherKey, num_groups
 from witcert_core.kernels.append import append_int8
 from witcert_core.kernels.certify import certify
-from witcert_core.kernels.common.pages import PageTable
+from witcert_core.kernels.common.bypass import BypassedKeys
+from witcert_core.kernels.common.pages import PageTable, gather
 from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.extend import extend_int8
 from witcert_core.kernels.witness import write_with_witness
 from witcert_core.layout import AccField
+from witcert_core.radii import radius_witness
 from witcert_core.rotary import RotarySpec
 
 KEY = DitherKey(seed=1, nonce=2)
@@ -42,6 +45,8 @@ def to_cpu(value: Any) -> Any:
         return value.cpu()
     if isinstance(value, PageTable):
         return PageTable(value.indptr.cpu(), value.indices.cpu(), value.last_page_len.cpu())
+    if isinstance(value, BypassedKeys):
+        return BypassedKeys(value.channels.cpu(), value.keep.cpu(), value.k.cpu())
     return tuple(to_cpu(x) for x in value) if isinstance(value, tuple) else value
 
 
@@ -76,9 +81,14 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     head_ids = torch.arange(kv_heads, dtype=torch.int32, device=device)
     findings = []
 
+    pairs = torch.stack([torch.randperm(dim // 2)[:4] for _ in range(kv_heads)])
+    bypass = BypassedKeys.allocate(pairs, RotarySpec(dim), total, PAGE, dtype, device)
+    bypass.k.fill_(float("nan"))
+    k = torch.where(bypass.keep.bool(), k, k * 8)
     plain = [x.clone() for x in (*codes, *scales, witness)]
+    beside = to_cpu(bypass)
     write: dict[str, Any] = {"layer": LAYER, "head_ids": head_ids, "dither_key": KEY, "slot_mapping": slots}
-    append_int8(k, v, (codes[0], codes[1]), *scales, row_ids, witness=witness, **write)
+    append_int8(k, v, (codes[0], codes[1]), *scales, row_ids, witness=witness, bypass=bypass, **write)
     host = [to_cpu(x) for x in plain]
     options = {name: to_cpu(x) for name, x in write.items()}
     append_int8(
@@ -89,17 +99,18 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
         host[3],
         row_ids.cpu(),
         witness=host[4],
+        bypass=beside,
         backend="reference",
         **options,
     )
     same = all(
         torch.equal(a.cpu().float().nan_to_num(nan=-9.0), b.float().nan_to_num(nan=-9.0))
-        for a, b in zip((*codes, *scales), host[:4], strict=True)
+        for a, b in zip((*codes, *scales, bypass.k), (*host[:4], beside.k), strict=True)
     )
     findings.append({"check": "append", "ok": same, "detail": "codes and scales equal" if same else "differ"})
 
     q = torch.randn(batch, kv_heads * group, dim, generator=g, device=device).to(dtype)
-    common: dict[str, Any] = {"layer": LAYER, "head_ids": head_ids, "key": KEY, "witness": witness}
+    common: dict[str, Any] = {"layer": LAYER, "head_ids": head_ids, "key": KEY, "witness": witness, "bypass": bypass}
     limit = max(lengths)
     close = 1e-5 if dtype == torch.float32 else 1e-2
     pool = ((codes[0], codes[1]), *scales)
@@ -139,9 +150,37 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     mine = certify(q, (exact[0], exact[1]), norms, table, bands, **certified)
     theirs = reference(certify, (q, (exact[0], exact[1]), norms, table, bands), certified)
     findings.append(verdict("certify", error(mine.lse, theirs.lse), 1e-5, outward(mine.acc, theirs.acc)))
+    if device.type == "cuda":
+        cache = (exact[0], exact[1])
+        findings.append(oracle(q, cache, table, norms, bands, lengths, mine.acc[..., AccField.LOG_A]))
     for finding in findings:
         finding |= {"dtype": str(dtype).removeprefix("torch."), "seed": seed}
     return findings
+
+
+def oracle(
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    table: PageTable,
+    norms: Tensor,
+    bands: BandMap,
+    lengths: tuple[int, ...],
+    found: Tensor,
+) -> dict[str, Any]:
+    """``log A`` of the certificate against FlashInfer's two passes, where that is installed."""
+    sm_scale = q.shape[2] ** -0.5
+    radii = [
+        radius_witness(q[b].cpu(), gather(norms, table.slots(b, n, PAGE)).cpu(), bands, sm_scale)
+        for b, n in enumerate(lengths)
+    ]
+    try:
+        want = log_a(q, cache, table, torch.cat(radii, dim=1).T.float().contiguous().to(q.device), sm_scale)
+    except (ImportError, AttributeError, TypeError, RuntimeError) as problem:
+        return {"check": "FlashInfer's A", "ok": True, "detail": f"not run: {type(problem).__name__}: {problem}"[:120]}
+    distance = float((found - want).abs().max())
+    # The certificate's radii also hold its own arithmetic, so it lies above; bf16 and fast math move FlashInfer's.
+    ok = bool((found >= want - 1e-3).all()) and distance < 2e-2
+    return {"check": "FlashInfer's A", "ok": ok, "detail": f"log A within {distance:.1e}"}
 
 
 def verdict(name: str, distance: float, limit: float, sound: bool) -> dict[str, Any]:
