@@ -27,13 +27,13 @@ export HF_HUB_OFFLINE := 1
 # Small tensors: a second thread costs more than it gives, and spins while another process needs the core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-full lint lean test-core test-kernels test-plugins test-eval test-sglang test-vllm \
+.PHONY: demo test test-full lint lean test-core test-kernels spills test-plugins test-eval test-sglang test-vllm \
 	soak bench-sglang static figures envs clean
 
 demo: $(ENVS)/sglang/.ready
 	@$(SGLANG)/python -m witcert_demo
 
-test: lint lean test-core test-kernels test-plugins test-eval test-sglang test-vllm
+test: lint lean test-core test-kernels spills test-plugins test-eval test-sglang test-vllm
 
 # Every combination of the kernels' options: hours under the interpreter.
 test-full: test
@@ -58,6 +58,10 @@ test-plugins: $(ENVS)/sglang/.ready
 
 test-eval: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m pytest tests/eval
+
+# No decode or extend kernel may spill registers at head_dim 128; needs no GPU.
+spills: $(ENVS)/sglang/.ready
+	$(SGLANG)/python bench/static.py --check
 
 # Registers and spills of every kernel, compiled for three GPU generations; needs no GPU.
 static: $(ENVS)/sglang/.ready

@@ -9,6 +9,7 @@ from flashinfer_oracle import log_a
 from torch import Tensor
 
 from witcert_core.bands import BandMap, band_map
+from witcert_core.bypass import outlier_channels
 from witcert_core.dither import DitherKey, num_groups
 from witcert_core.kernels.append import append_int8
 from witcert_core.kernels.certify import certify
@@ -81,8 +82,8 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     head_ids = torch.arange(kv_heads, dtype=torch.int32, device=device)
     findings = []
 
-    pairs = torch.stack([torch.randperm(dim // 2)[:4] for _ in range(kv_heads)])
-    bypass = BypassedKeys.allocate(pairs, RotarySpec(dim), total, PAGE, dtype, device)
+    channels = outlier_channels(k, RotarySpec(dim), 4)
+    bypass = BypassedKeys.allocate(channels, dim, total, PAGE, dtype, device)
     bypass.k.fill_(float("nan"))
     k = torch.where(bypass.keep.bool(), k, k * 8)
     plain = [x.clone() for x in (*codes, *scales, witness)]

@@ -14,10 +14,9 @@ from witcert_core.kernels.append.reference import append_reference
 from witcert_core.kernels.common.bypass import BypassedKeys
 from witcert_core.kernels.common.pages import PageTable
 from witcert_core.kernels.repair import RepairedPages, repair_pages
-from witcert_core.rotary import RotarySpec
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
 
-from .paged import in_layout, page_table
+from .paged import in_layout, page_table, some_channels
 
 KEY = DitherKey(seed=11, nonce=22)
 LAYER = 3
@@ -134,8 +133,8 @@ def make_case(
     exact_v = torch.randn(*shape, head_dim, generator=g) * spread[..., :head_dim]
     bypass = None
     if bypass_pairs:
-        pairs = torch.stack([torch.randperm(head_dim // 2, generator=g)[:bypass_pairs] for _ in range(kv_heads)])
-        bypass = BypassedKeys.allocate(pairs, RotarySpec(head_dim), total, page_size, dtype, exact_k.device)
+        channels = some_channels(head_dim, kv_heads, bypass_pairs, g)
+        bypass = BypassedKeys.allocate(channels, head_dim, total, page_size, dtype, exact_k.device)
         exact_k = torch.where(bypass.keep.bool(), exact_k, exact_k * 20.0)
         bypass.k.fill_(float("nan"))
     exact_k = exact_k.to(dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.kernels.common.pages import PageTable
+from witcert_core.rotary import RotarySpec
 
 
 def page_table(
@@ -43,3 +44,9 @@ def from_layout(cache: Any, layout: str) -> tuple[Tensor, Tensor]:
 def layout_name(layout: str) -> str:
     """``kv_layout`` of the operations."""
     return "HND" if layout == "HND" else "NHD"
+
+
+def some_channels(head_dim: int, heads: int, pairs: int, generator: torch.Generator) -> Tensor:
+    """Channels ``[heads, 2 pairs]`` of different rotary pairs, in the order of ``BypassedKeys``."""
+    chosen = torch.stack([torch.randperm(head_dim // 2, generator=generator)[:pairs] for _ in range(heads)])
+    return RotarySpec(head_dim).pair_channels()[chosen.sort(dim=1).values].flatten(1)

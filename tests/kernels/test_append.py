@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from witcert_core.bypass import taken, without
 from witcert_core.dither import DitherKey, decode_group_witness, num_groups, rows
 from witcert_core.errors import InputError
 from witcert_core.kernels.append import append_int8, slots_of
 from witcert_core.kernels.append.launch import append_int8_op
 from witcert_core.kernels.common.bypass import BypassedKeys
 from witcert_core.kernels.common.exact import exact_tensors
-from witcert_core.rotary import RotarySpec
 
-from .paged import from_layout, in_layout, layout_name, page_table
+from .paged import from_layout, in_layout, layout_name, page_table, some_channels
 from .pairwise import name, pairwise
 
 KEY = DitherKey(3, 4)
@@ -62,10 +62,8 @@ class Pool:
         self.value = torch.randn(case["T"], heads, dim, generator=g).to(case["dtype"])
         self.bypass = None
         if case["bypass"]:
-            pairs = torch.stack([torch.randperm(dim // 2, generator=g)[: case["bypass"]] for _ in range(heads)])
-            self.bypass = BypassedKeys.allocate(
-                pairs, RotarySpec(dim), pages, self.page, case["dtype"], self.key.device
-            )
+            channels = some_channels(dim, heads, case["bypass"], g)
+            self.bypass = BypassedKeys.allocate(channels, dim, pages, self.page, case["dtype"], self.key.device)
             self.key = torch.where(self.bypass.keep.bool(), self.key, self.key * 8.0)
             self.bypass.k.fill_(7.0)
         self.slots = self.table.slots(0, case["T"], self.page)
@@ -113,10 +111,10 @@ def test_stores_what_the_reference_stores_and_nothing_else(case: dict[str, Any])
     coded = kernel.key.double()
     if kernel.bypass is not None and plain.bypass is not None:
         assert torch.equal(kernel.bypass.k, plain.bypass.k)
-        index = kernel.bypass.channels.long().expand(case["T"], -1, -1)
-        assert torch.equal(kernel.at(kernel.bypass.k), kernel.key.gather(2, index))
-        assert not bool(kernel.at(kernel.k).gather(2, index).any())
-        coded = kernel.bypass.spare(coded)
+        index = kernel.bypass.index
+        assert torch.equal(kernel.at(kernel.bypass.k), taken(kernel.key, index))
+        assert not bool(taken(kernel.at(kernel.k), index).any())
+        coded = without(coded, index)
     amax = torch.nn.functional.pad(coded.abs(), (0, -case["D"] % 32)).unflatten(-1, (-1, 32)).amax(-1)
     assert bool((s * 127 >= amax).all())
     if kernel.witness is not None and plain.witness is not None:
@@ -126,7 +124,7 @@ def test_stores_what_the_reference_stores_and_nothing_else(case: dict[str, Any])
         u = rows(KEY, ids, 2, [9 + h for h in range(case["heads"])], case["D"]).double()
         spread = s.repeat_interleave(32, dim=-1)[..., : case["D"]]
         if kernel.bypass is not None:
-            u = kernel.bypass.spare(u)
+            u = without(u, kernel.bypass.index)
         residual = spread * (kernel.at(kernel.k).double() - u) - coded
         grouped = torch.nn.functional.pad(residual, (0, -case["D"] % 32)).unflatten(-1, (-1, 32)).norm(dim=-1)
         known = decode_group_witness(kernel.at(kernel.witness), kernel.at(kernel.k_scales))

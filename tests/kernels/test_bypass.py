@@ -16,7 +16,6 @@ from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.decode.reference import dequantize
 from witcert_core.layout import KVLayout
 from witcert_core.radii import radius_dither, radius_group_witness
-from witcert_core.rotary import RotarySpec
 from witcert_core.tv import attention_logits
 
 from .compare import assert_outward
@@ -71,9 +70,9 @@ def test_outliers_kept_beside_the_codes_tighten_the_meter_and_repaired_pages_sta
 
 
 def test_bytes_as_laid_out_and_refusals() -> None:
-    pairs = torch.tensor([[7, 1], [0, 31]])
-    side = BypassedKeys.allocate(pairs, RotarySpec(64), 3, 16, torch.float16, torch.device("cpu"))
-    assert side.channels.tolist() == [[1, 33, 7, 39], [0, 32, 31, 63]]
+    channels = torch.tensor([[1, 33, 7, 39], [0, 32, 31, 63]])
+    side = BypassedKeys.allocate(channels, 64, 3, 16, torch.float16, torch.device("cpu"))
+    assert torch.equal(side.index, channels)
     assert side.keep.sum(dim=1).tolist() == [60, 60]
     layout = KVLayout(64, bypass_pairs=2)
     assert side.k[0, 0, 0].numel() * side.k.element_size() == layout.fields()["k_bypass"][1]
@@ -82,6 +81,6 @@ def test_bytes_as_laid_out_and_refusals() -> None:
         side.check(codes, torch.float32)
     with pytest.raises(InputError, match="k_bypass is"):
         side.check(codes[:2], torch.float16)
-    for wrong in (torch.tensor([[1, 1]]), torch.tensor([[32]]), torch.zeros(2, 0)):
-        with pytest.raises(InputError, match="pairs"):
-            BypassedKeys.allocate(wrong, RotarySpec(64), 3, 16, torch.float16, torch.device("cpu"))
+    for wrong in (torch.tensor([[1, 1]]), torch.tensor([[64, 0]]), torch.zeros(2, 0)):
+        with pytest.raises(InputError, match="channels"):
+            BypassedKeys.allocate(wrong, 64, 3, 16, torch.float16, torch.device("cpu"))

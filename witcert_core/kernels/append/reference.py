@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from witcert_core.bypass import taken, without
 from witcert_core.dither import DitherKey, dequantize_int8, group_witness_codes, quantize_int8, rows
 from witcert_core.kernels.common.bypass import BypassedKeys
 
@@ -35,9 +36,8 @@ def append_reference(
     u = rows(dither_key, ids, layer, head_ids, key.shape[-1])
     exact = key[used].to(torch.float32)
     if bypass is not None:
-        index = bypass.channels.to(torch.int64).expand(exact.shape[0], -1, -1)
-        bypass.k[page, offset] = key[used].gather(2, index)
-        exact, u = bypass.spare(exact), bypass.spare(u)
+        bypass.k[page, offset] = taken(key[used], bypass.index)
+        exact, u = without(exact, bypass.index), without(u, bypass.index)
     codes, scales = quantize_int8(exact, u)
     k_cache[page, offset] = codes
     k_scales[page, offset] = scales

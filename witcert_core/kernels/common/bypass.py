@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from witcert_core import bypass
 from witcert_core.errors import InputError
 from witcert_core.kernels.common.pages import check_side
-from witcert_core.rotary import RotarySpec
 
 
 @dataclass(frozen=True)
@@ -36,33 +36,32 @@ class BypassedKeys:
     @classmethod
     def allocate(
         cls,
-        pairs: Tensor,
-        rotary: RotarySpec,
+        channels: Tensor,
+        head_dim: int,
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> BypassedKeys:
-        """Empty pool for ``pairs`` int ``[Hkv, m]``, indices of rotary pairs, a row for each KV head of this rank.
+        """Empty pool for ``channels`` int ``[Hkv, 2 m]``, as :func:`witcert_core.bypass.outlier_channels` chooses them.
 
         Raises:
-            InputError: a pair named twice or not there.
+            InputError: a channel named twice or not there.
         """
-        if pairs.dim() != 2 or not 1 <= pairs.shape[1] <= rotary.n_pairs:
-            raise InputError(f"pairs is {tuple(pairs.shape)}; it must be [Hkv, m] with m in 1..{rotary.n_pairs}")
-        ordered = pairs.to(torch.int64).cpu().sort(dim=1).values
-        low, high = int(ordered.min()), int(ordered.max())
-        if low < 0 or high >= rotary.n_pairs or bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        listed = channels.to(torch.int64).cpu()
+        if listed.dim() != 2 or not 1 <= listed.shape[1] <= head_dim:
+            raise InputError(f"channels is {tuple(listed.shape)}; it must be [Hkv, 2 m] with 2 m in 1..{head_dim}")
+        ordered = listed.sort(dim=1).values
+        if int(ordered.min()) < 0 or int(ordered.max()) >= head_dim or bool((ordered.diff(dim=1) == 0).any()):
             raise InputError(
-                f"pairs are {ordered.tolist()}; they must be different in each row and within 0..{rotary.n_pairs - 1}"
+                f"channels are {listed.tolist()}; they must be different in each row and within 0..{head_dim - 1}"
             )
-        heads, count = ordered.shape
-        channels = rotary.pair_channels()[ordered].reshape(heads, 2 * count)
-        keep = torch.ones(heads, rotary.head_dim, dtype=torch.uint8).scatter(1, channels, 0)
+        heads, count = listed.shape
+        keep = torch.ones(heads, head_dim, dtype=torch.uint8).scatter(1, listed, 0)
         return cls(
-            channels.to(device=device, dtype=torch.int32),
+            listed.to(device=device, dtype=torch.int32),
             keep.to(device),
-            torch.zeros(num_pages, page_size, heads, 2 * count, dtype=dtype, device=device),
+            torch.zeros(num_pages, page_size, heads, count, dtype=dtype, device=device),
         )
 
     def check(self, k: Tensor, dtype: torch.dtype) -> None:
@@ -83,12 +82,15 @@ class BypassedKeys:
             )
         check_side("k_bypass", self.k, k, count, dtype)
 
-    def spare(self, x: Tensor) -> Tensor:
-        """``x [..., Hq, D]`` of query or KV heads with 0 in the bypassed channels of its KV head."""
-        kept = self.keep.to(torch.bool).repeat_interleave(x.shape[-2] // self.keep.shape[0], dim=0)
-        return torch.where(kept, x, torch.zeros((), dtype=x.dtype, device=x.device))
+    @property
+    def index(self) -> Tensor:
+        """``channels`` as torch indexes with them, int64."""
+        return self.channels.to(torch.int64)
+
+    def spare(self, q: Tensor) -> Tensor:
+        """``q [Hq, D]`` with 0 in the bypassed channels of its KV head."""
+        return bypass.masked_query(q, self.index)
 
     def put(self, keys: Tensor, stored: Tensor) -> Tensor:
         """``keys [S, Hkv, D]`` with the bypassed channels replaced by ``stored [S, Hkv, 2 m]``."""
-        index = self.channels.to(torch.int64).expand(keys.shape[0], -1, -1)
-        return keys.scatter(2, index, stored.to(keys.dtype))
+        return bypass.put(keys, self.index, stored)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.accumulate import accumulate
+from witcert_core.bypass import taken
 from witcert_core.dither import DitherKey, rows
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.bypass import BypassedKeys
@@ -91,7 +92,8 @@ class PackedTokens:
         return torch.where(self.never, float("inf"), rho)
 
     def _product(self, q: Tensor, x: Tensor) -> Tensor:
-        return q.norm(dim=-1)[:, None] * self._per_query(q, x.norm(dim=-1))
+        product: Tensor = q.norm(dim=-1)[:, None] * self._per_query(q, x.norm(dim=-1))
+        return product
 
     @staticmethod
     def _per_query(q: Tensor, side: Tensor) -> Tensor:
@@ -101,8 +103,9 @@ class PackedTokens:
 
 def softmax_error(logits_soft_cap: float, bias: Tensor | float, cast: bool) -> Tensor:
     """Error of capping, biasing, exponentiating and casting, as a radius."""
-    c = abs(torch.as_tensor(bias)) * slack.BIAS + slack.SOFTMAX + max(logits_soft_cap, 0.0) * slack.SOFTCAP
-    return c + slack.CAST if cast else c
+    fixed = slack.SOFTMAX + max(logits_soft_cap, 0.0) * slack.SOFTCAP + (slack.CAST if cast else 0.0)
+    c: Tensor = torch.as_tensor(bias, dtype=torch.float64).abs() * slack.BIAS + fixed
+    return c
 
 
 def read_packed(
@@ -140,7 +143,7 @@ def read_packed(
         k_steps, v_steps = (torch.where(exact[..., None], 0.0, x) for x in (k_steps, v_steps))
         never = never & ~exact
         if bypass is not None and spared is not None:
-            from_page = whole.gather(2, bypass.channels.to(torch.int64).expand(len(slots), -1, -1))
+            from_page = taken(whole, bypass.index)
             spared = torch.where(exact[..., None], from_page, spared)
     seen = None if witness is None else gather(witness, slots)
     return PackedTokens(k, v, k_steps, v_steps, seen, never, exact, bypass, spared)
