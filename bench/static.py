@@ -228,6 +228,7 @@ def other_cases(dim: int) -> list[Case]:
         "N": 32,
         "SPLIT": slack.SPLIT_TOKENS,
         "VALUES": True,
+        "STEPS": False,
         "SOFT_CAP": False,
         "WINDOW": False,
         "ALIBI": False,

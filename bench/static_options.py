@@ -14,7 +14,7 @@ from static import Case, all_cases, build
 
 from witcert_core.kernels.repair.triton import repair_kernel
 
-OPTIONS = ("METER", "SOFT_CAP", "WINDOW", "ALIBI", "ROWS", "MIXED", "MULTI", "SINK", "TAIL", "OMEGA")
+OPTIONS = ("METER", "SOFT_CAP", "WINDOW", "ALIBI", "ROWS", "MIXED", "MULTI", "SINK", "TAIL", "OMEGA", "STEPS")
 SINGLE = ("q_ptr", "k_exact_ptr", "v_exact_ptr", "k_bypass_ptr", "out_ptr", "k_new_ptr", "v_new_ptr")
 FP32 = dict.fromkeys(SINGLE, "*fp32")
 

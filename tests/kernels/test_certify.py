@@ -10,7 +10,8 @@ from torch import Tensor
 
 from witcert_core.bands import BandMap, band_map
 from witcert_core.bounds import meter
-from witcert_core.errors import UnsupportedError
+from witcert_core.dither import DitherKey, dequantize_int8, quantize_int8, rows
+from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.kernels.certify import certify
 from witcert_core.kernels.witness import write_with_witness
 from witcert_core.rotary import RotarySpec
@@ -236,3 +237,34 @@ def test_refusal_of_keys_that_would_round() -> None:
     q = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(2)).half()
     with pytest.raises(UnsupportedError, match="would round keys"):
         certify(q, (pool.k.float(), pool.v.float()), pool.witness, pool.table, bands, max_kv_len=40)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-7])
+@pytest.mark.parametrize("dim", [80, 128])
+def test_dithered_keys_in_a_16_bit_pool_get_tier_d_and_the_rounding_of_the_pool(dim: int, delta: float) -> None:
+    bands = band_map(RotarySpec(dim))
+    pool = Pool(70, 16, dim, torch.float16, bands)
+    u = rows(DitherKey(3, 4), torch.full((70,), 9), 0, [0], dim)
+    codes, scales = quantize_int8(pool.exact_k.float(), u)
+    fake = dequantize_int8(codes, scales, u)
+    steps = torch.full((*pool.k.shape[:3], scales.shape[-1]), float("nan"), dtype=torch.float16)
+    page, offset = pool.slots // 16, pool.slots % 16
+    steps[page, offset] = scales
+    pool.k[page, offset] = fake.half()
+    pool.witness[page, offset] = witness_codes(fake, fake.half().float(), bands)
+    q = torch.randn(1, 5, dim, generator=torch.Generator().manual_seed(2)).half()
+    arguments: dict[str, Any] = dict(max_kv_len=70, steps=steps, delta_loc=torch.full((1,), delta))
+    got = certify(q, (pool.k, pool.v), pool.witness, pool.table, bands, **arguments)
+    want = certify(q, (pool.k, pool.v), pool.witness, pool.table, bands, backend="reference", **arguments)
+    assert_outward(got.acc, want.acc)
+    weights = [
+        softmax_with_sink(attention_logits(q[0].double(), keys.double(), dim**-0.5, 0.0), None)
+        for keys in (pool.exact_k, pool.at(pool.k))
+    ]
+    assert bool((got.meter()[0][0] >= total_variation(*weights)).all())
+    assert bool((got.meter()[0][0] < 0.5).all())
+    steps[page[3], offset[3], 0, 1] = float("inf")
+    unknown = certify(q, (pool.k, pool.v), pool.witness, pool.table, bands, **arguments)
+    assert unknown.meter()[0].tolist() == [[1.0] * 5]
+    with pytest.raises(InputError, match="delta_loc without steps"):
+        certify(q, (pool.k, pool.v), pool.witness, pool.table, bands, max_kv_len=70, delta_loc=torch.zeros(1))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from witcert_core.bands import BandMap
 from witcert_core.bounds import meter
+from witcert_core.dither import num_groups
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.kernels.certify.launch import certify_op
 from witcert_core.kernels.certify.reference import certify_reference
@@ -58,6 +59,8 @@ def certify(
     *,
     max_kv_len: int,
     value_witness: Tensor | None = None,
+    steps: Tensor | None = None,
+    delta_loc: Tensor | None = None,
     row_request: Tensor | None = None,
     row_position: Tensor | None = None,
     q_len: int = 1,
@@ -84,6 +87,9 @@ def certify(
         witness: uint8 ``[P, page_size, Hkv, B]``; 255 is unknown and makes the meter 1.
         value_witness: uint8 ``[P, page_size, Hkv, 1]``; without it the output fields are infinite and V is
             not read.
+        steps: fp16 ``[P, page_size, Hkv, Gr]`` scales of ``int8_dither``, whose decoded keys the pool holds. The radius
+            is then tier D's plus the witness's, which is of what the pool's dtype added alone.
+        delta_loc: fp32 ``[R]`` probability a cell may spend on them; absent or 0: half steps.
         row_request, row_position: int32 ``[R]``, for rows in any order (extend): row ``r`` sees the tokens of
             its request up to its position. Without them row ``b q_len + i`` is query ``i`` of request ``b``.
         k_scale, v_scale: what stored K and V are multiplied with; witnesses are in units of the stored
@@ -108,6 +114,13 @@ def certify(
         check_side("value_witness", value_witness, k, 1, torch.uint8)
     for name, ids in (("row_request", row_request), ("row_position", row_position)):
         dispatch.check_vector(name, ids, rows, torch.int32)
+    if steps is not None:
+        check_side("steps", steps, k, num_groups(head_dim), torch.float16)
+    if delta_loc is not None and steps is None:
+        raise InputError("delta_loc without steps; only dithered keys have a law to spend it on")
+    dispatch.check_vector("delta_loc", delta_loc, rows, torch.float32)
+    if steps is not None and delta_loc is None:
+        delta_loc = torch.zeros(rows, dtype=torch.float32, device=q.device)
     if bands.head_dim != head_dim:
         raise InputError(f"the band map is for {bands.head_dim} channels; K has {head_dim}")
     exact_cast = q.dtype == k.dtype or q.dtype == torch.float32 or k.dtype in FP8
@@ -137,6 +150,8 @@ def certify(
             engine_constant=constant,
             sinks=sinks,
             alibi_slopes=slopes,
+            steps=steps,
+            delta_loc=delta_loc,
         )
         return Certificate(*(x.to(torch.float32) for x in result))
     check_compute_dtype(q.dtype)
@@ -157,6 +172,8 @@ def certify(
         witness,
         value_witness,
         dispatch.band_on(bands.channel_band, q.device),
+        steps,
+        delta_loc,
         table.indptr,
         table.indices,
         table.last_page_len,

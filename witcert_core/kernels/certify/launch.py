@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.launch import TILE_ROWS, Attention, Pages, Rows, group_count, launch_merge
+from witcert_core.kernels.common.launch import TILE_ROWS, Attention, Pages, Rows, group_count, launch_merge, scale_words
 
 NUM_WARPS = 8
 NUM_STAGES = 1
@@ -21,6 +21,8 @@ def certify_op(
     witness: Tensor,
     value_witness: Tensor | None,
     channel_band: Tensor,
+    steps: Tensor | None,
+    delta_loc: Tensor | None,
     kv_indptr: Tensor,
     kv_indices: Tensor,
     kv_last_page_len: Tensor,
@@ -67,6 +69,8 @@ def certify_op(
         witness,
         witness if value_witness is None else value_witness,
         channel_band,
+        any_int if steps is None else scale_words(steps),
+        omega if delta_loc is None else delta_loc,
         kv_indptr,
         kv_indices,
         kv_last_page_len,
@@ -99,6 +103,7 @@ def certify_op(
         N=TILE_TOKENS,
         SPLIT=slack.SPLIT_TOKENS,
         VALUES=v is not None,
+        STEPS=steps is not None,
         SOFT_CAP=logits_soft_cap > 0.0,
         WINDOW=window_left >= 0,
         ALIBI=alibi_slopes is not None,

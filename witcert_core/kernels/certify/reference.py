@@ -13,7 +13,7 @@ from witcert_core.bands import BandMap
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.pages import PageTable, gather
 from witcert_core.layout import NUM_ACC_FIELDS, AccField
-from witcert_core.radii import radius_witness
+from witcert_core.radii import radius_dither, radius_witness
 from witcert_core.tv import attention_logits
 from witcert_core.witness import decode_norm
 
@@ -35,6 +35,8 @@ def certify_reference(
     engine_constant: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    steps: Tensor | None = None,
+    delta_loc: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accumulators ``[R, H, 16]``, ``omega [R, H]`` and base-2 lse ``[R, H]``, float64.
 
@@ -61,6 +63,11 @@ def certify_reference(
             z = z + bias
             extra = extra + bias.abs() * slack.BIAS
         c = radius_witness(row, gather(witness, slots), bands, sm_scale) + dot + extra
+        if steps is not None:
+            delta = 0.0 if delta_loc is None else float(delta_loc[r])
+            known = gather(steps, slots)
+            known = torch.where(known >= 0, known, float("inf"))
+            c = c + radius_dither(row, known, sm_scale, delta, slots.numel())
         values = rho = None
         if v is not None and value_witness is not None:
             values = gather(v, slots).to(torch.float64) * v_scale

@@ -24,10 +24,12 @@ from witcert_core.kernels.common.device import (
     softmax_radius,
     squares,
     store_sums,
+    union_tail,
     weigh,
 )
 from witcert_core.kernels.common.paged import left_out, locate, query_tile, visible_span
-from witcert_core.kernels.common.tiles import load_groups, load_queries, load_values
+from witcert_core.kernels.common.radius import quantization_radius, query_norms
+from witcert_core.kernels.common.tiles import load_groups, load_queries, load_scales, load_values
 
 _FIELDS = tl.constexpr(slack.META_FIELDS)
 _UP = tl.constexpr(slack.RADIUS_UP)
@@ -64,6 +66,8 @@ def certify_split(
     kw_ptr,
     vw_ptr,
     band_ptr,
+    steps_ptr,
+    delta_ptr,
     indptr_ptr,
     indices_ptr,
     last_len_ptr,
@@ -100,6 +104,7 @@ def certify_split(
     N: tl.constexpr,
     SPLIT: tl.constexpr,
     VALUES: tl.constexpr,
+    STEPS: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     ALIBI: tl.constexpr,
@@ -146,6 +151,9 @@ def certify_split(
     scale = tl.abs(sm_scale)
     weight_q = band_norms(q, NG, band_ptr, D, M, BP) * (scale * _UP)
     length_q = query_length(q, M, NG) * scale
+    if STEPS:
+        norm1, norm2 = query_norms(q, scale, NG)
+        tail = union_tail(limit - first, tl.load(delta_ptr + row, mask=valid, other=0.0))
     slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
     band = tl.arange(0, BP)
 
@@ -167,6 +175,11 @@ def certify_split(
         unknown = tl.max(codes.to(tl.int32), 1) == 255
         norms = tl.where(codes == 255, 0.0, decode_norm(codes))
         c = tl.dot(norms, tl.trans(weight_q), input_precision="ieee")
+        if STEPS:
+            steps = load_scales(steps_ptr, line, live, NG)
+            c += quantization_radius(norm1, norm2, steps, kw_ptr, line, live, tail, N, M, NG, False, 0.0)
+            # An unknown scale makes the radius infinite, or NaN where it meets a query of 0.
+            c = tl.where(c == c, c, float("inf"))
 
         visible = valid[None, :] & live[:, None]
         seen = live[:, None]

@@ -7,8 +7,8 @@ V is rounded to nearest, without dither: its bound is deterministic and the same
 # Triton functions are compiled from their source, so their parameters carry no Python types.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
 # mypy: disable-error-code="assignment,index"
-# Triton has no starred tuples, and a compile-time and a run-time test cannot share one condition.
-# ruff: noqa: RUF005, SIM102, SIM300
+# A compile-time and a run-time test cannot share one condition.
+# ruff: noqa: SIM102
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import triton.language as tl
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.device import (
     alibi_bias,
-    dither_radius,
     meter_start,
     meter_store,
     meter_values,
@@ -32,48 +31,12 @@ from witcert_core.kernels.common.device import (
 )
 from witcert_core.kernels.common.packed_tile import Cache, packed_queries, packed_tile
 from witcert_core.kernels.common.paged import left_out, query_tile, visible_span
-from witcert_core.kernels.common.tiles import add_values, load_codes, store_values
+from witcert_core.kernels.common.radius import quantization_radius, query_norms
+from witcert_core.kernels.common.tiles import add_values, store_values
 
-_ARITHMETIC = tl.constexpr(slack.MAX_CODE)
 _CAST = tl.constexpr(slack.CAST)
 _UP = tl.constexpr(slack.RADIUS_UP)
-_WITNESS_UNIT = tl.constexpr(32.0**0.5 / 510.0 * (1.0 + 2.0**-15) * slack.RADIUS_UP)
 _FIELDS = tl.constexpr(slack.META_FIELDS)
-
-
-@triton.jit
-def quantization_radius(
-    norm1,
-    norm2,
-    s,
-    codes_ptr,
-    line,
-    live,
-    tail,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    NG: tl.constexpr,
-    WITNESS: tl.constexpr,
-    DOT_ERROR: tl.constexpr,
-):
-    """Tier D's radius, or the stored witness's where smaller, and the INT8 product's own error ``[N, M]``.
-
-    ``norm1``, ``norm2``: tuples of ``|scale| ||q_g||`` rounded up; NaN or infinity where a scale is unknown.
-    """
-    l1 = tl.zeros((N, M), tl.float32)
-    variance = tl.zeros((N, M), tl.float32)
-    stored = tl.zeros((N, M), tl.float32)
-    codes = load_codes(codes_ptr, line, live, NG) if WITNESS else ()
-    for g in tl.static_range(NG):
-        size = norm2[g][None, :] * s[g][:, None]
-        l1 += norm1[g][None, :] * s[g][:, None]
-        variance += size * size
-        if WITNESS:
-            stored += size * (codes[g] * _WITNESS_UNIT)[:, None]
-    c = dither_radius(l1, variance, tail)
-    if WITNESS:
-        c = tl.where(stored < c, stored, c)
-    return c + l1 * (_ARITHMETIC * DOT_ERROR)
 
 
 @triton.jit(do_not_specialize=["layer", "seed"])
@@ -206,13 +169,7 @@ def decode_split(
         cache, q_base, valid, page0, begin, seed, layer, D, NG, PAGE, M, BYPASS, BP
     )
     scale = tl.abs(sm_scale)
-    norm1 = ()
-    norm2 = ()
-    for g in tl.static_range(NG):
-        single = q[g].to(tl.float32)
-        norm1 = norm1 + (tl.sum(tl.abs(single), 0) * scale,)
-        # Rounded up: the sum of 32 squares and the root are within 2^-18.
-        norm2 = norm2 + (tl.sqrt(tl.sum(single * single, 0)) * (scale * (1.0 + 2.0**-18)),)
+    norm1, norm2 = query_norms(q, scale, NG)
     whole_length = query_length(q, M, NG) * scale if MIXED else 0.0
     bypass_length = query_length((q_bypass,), M, 1) * scale if BYPASS > 0 else 0.0
     tail = union_tail(limit - first, tl.load(delta_ptr + row, mask=valid, other=0.0)) if METER else 0.0
@@ -276,7 +233,7 @@ def decode_split(
                 c += tl.sqrt(tile.exact_square)[:, None] * whole_length[None, :] * EXACT_DOT_ERROR
             if BYPASS > 0:
                 c += tl.sqrt(tile.bypass_square)[:, None] * bypass_length[None, :] * BYPASS_DOT_ERROR
-            if P_DTYPE != tl.float32:
+            if tl.float32 != P_DTYPE:
                 c += _CAST
             # An unknown scale makes the radius infinite, or NaN where it meets a query of 0.
             c = tl.where((c == c) & ~tile.never[:, None], c, float("inf"))
