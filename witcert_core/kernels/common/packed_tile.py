@@ -155,10 +155,6 @@ def packed_tile(
         exact = entry >= 0
         packed = live & (entry < 0)
         exact_line = entry.to(tl.int64) * PAGE + offset
-        k_exact = load_groups(cache.k_exact + exact_line * D, exact, D, NG)
-        exact_square = squares(k_exact, N, NG)
-        v_exact = load_values(cache.v_exact + exact_line * DV, exact, DV, GV)
-        v = tl.where(exact[:, None, None], v_exact, v.to(v_exact.dtype))
         v_scales = tl.where(exact[:, None], 1.0, v_scales)
         v_step = tl.where(exact[:, None], 0.0, v_step)
     undithered = tl.zeros((N, M), tl.float32)
@@ -173,8 +169,16 @@ def packed_tile(
     for g in tl.static_range(NG):
         s = usable(k_step[g])
         if MIXED:
+            # Group by group: exact keys of a whole tile would not fit in registers.
             dithered = tl.where(packed & shared, 1.0, 0.0)[:, None]
-            keys = tl.where(exact[:, None], k_exact[g], k[g].to(k_exact[g].dtype))
+            channel = g * 32 + tl.arange(0, 32)
+            k_exact = tl.load(
+                (cache.k_exact + exact_line * D)[:, None] + channel[None, :],
+                mask=exact[:, None] & (channel < D)[None, :],
+                other=0.0,
+            )
+            exact_square += squares((k_exact,), N, 1)
+            keys = tl.where(exact[:, None], k_exact, k[g].to(k_exact.dtype))
             s = tl.where(exact, 1.0, s)
             steps = steps + (tl.where(exact, 0.0, k_step[g]),)
         else:
@@ -197,5 +201,8 @@ def packed_tile(
             spared = tl.load(at, mask=keep, other=0.0)
         z = tl.dot(spared, q_bypass, z, input_precision="ieee")
         bypass_square = squares((spared,), N, 1)
+    if MIXED:
+        v_exact = load_values(cache.v_exact + exact_line * DV, exact, DV, GV)
+        v = tl.where(exact[:, None, None], v_exact, v.to(v_exact.dtype))
     never = packed & (row_id == 0)
     return Tile(z, v, v_scales, steps, v_step, line, never, exact_square, bypass_square)

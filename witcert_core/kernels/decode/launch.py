@@ -113,7 +113,7 @@ def launch_decode_split(
         EXACT_DOT_ERROR=slack.dot_error(head_dim),
         BYPASS_DOT_ERROR=slack.dot_error(cache.bypass + 1),
         num_warps=NUM_WARPS,
-        num_stages=num_stages(q.device),
+        num_stages=1 if cache.exact_index is not None else num_stages(q.device),
     )
 
 
