@@ -88,5 +88,7 @@ def not_metered(runtime: Runtime, metered: list[int], quantized: list[int]) -> l
         reasons.append("rows between the stride: counted as unknown in every report")
     if runtime.policy.prefill_reads == "chunk_exact":
         reasons.append("first-chunk prompt rows: they read no quantized key (prefill_reads: chunk_exact)")
+    if runtime.geometry.device != "cpu":
+        reasons.append("nothing here has been run on a GPU by us yet: let meter.audit_every check it")
     reasons.append("drift of hidden states against an uncompressed run: no bound is local to more than its layer")
     return reasons

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from witcert_core.cells import Terms
 from witcert_core.errors import InputError
 from witcert_core.kernels.counters import MEASURED, advanced
 from witcert_core.layout import NUM_ACC_FIELDS
-from witcert_core.meter import cell_batch
+from witcert_core.serving.kernel_cells import kernel_cells, output_norm_down
 from witcert_core.serving.step import StepCells
 
 REASON = "graph"
@@ -51,7 +50,7 @@ class CapturedCells:
         """
         i, rows = self.index(layer), acc.shape[0]
         self.acc[i, :rows].copy_(acc)
-        self.norm[i, :rows].copy_(out.float().square().sum(-1).sqrt())
+        self.norm[i, :rows].copy_(output_norm_down(out))
         self.counters[i : i + 1].add_(rows * acc.shape[1])
 
     def begin(self) -> None:
@@ -75,12 +74,14 @@ class CapturedCells:
             return
         for i, (layer, status) in enumerate(zip(self.layers, advanced(before, self.counters, expected), strict=True)):
             if status == MEASURED:
-                norm = self.norm[i, :rows].double()
-                none = torch.zeros_like(norm)
-                terms = Terms(self.acc[i, :rows].double(), none, norm, none, norm, none, none)
-                visible = torch.tensor([row.position + 1 for row in step.rows])
-                spent = torch.tensor(list(delta_loc), dtype=torch.float64)
-                step.layers[layer] = cell_batch(terms, form, has_sink, visible, None, spent)
+                step.layers[layer] = kernel_cells(
+                    self.acc[i, :rows],
+                    self.norm[i, :rows],
+                    num_visible=[row.position + 1 for row in step.rows],
+                    delta_loc=delta_loc,
+                    form=form,
+                    has_sink=has_sink,
+                )
         if not step.layers:
             for row in step.rows:
                 step.unmetered[row.request, REASON] += 1

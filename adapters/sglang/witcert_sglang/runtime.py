@@ -16,7 +16,7 @@ from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder, Tables
 from witcert_core.serving.engine_cache import EngineCache
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.packed import PackedStorage
+from witcert_core.serving.kernel_packed import packed_storage
 from witcert_core.serving.ranks import Ranks
 from witcert_core.serving.rows import RequestPass
 from witcert_core.serving.runtime import Cache, Runtime
@@ -45,7 +45,7 @@ class SglangRuntime(Runtime):
 
         def make_cache(encoder: Encoder) -> Cache:
             if policy.quantizer.storage == "packed":
-                return PackedStorage(policy, geometry, packed_layers(pool), encoder)
+                return packed_storage(policy, geometry, packed_layers(pool), encoder)
             if policy.meters_engine:
                 return EngineCache(policy, geometry, EnginePool(pool, geometry.pool_dtype, scales or {}), encoder)
             return SimulatedCache(policy, geometry, SlotPool(pool), encoder)

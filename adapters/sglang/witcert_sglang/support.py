@@ -145,12 +145,7 @@ def check_gate(kind_repairs: bool, on_exhausted: str, args: Any) -> None:
 
 
 def check_storage(storage: str, args: Any) -> None:
-    """Raise UnsupportedError for a packed cache where only its reference attention could read it."""
-    if storage == "packed" and args.device != "cpu":
-        raise UnsupportedError(
-            f"quantizer.storage: packed on device {args.device!r}: its kernels are not wired into SGLang yet, only the "
-            "CPU reference reads codes; set quantizer.storage to 'simulated'"
-        )
+    """Raise UnsupportedError for a packed cache beside a cache dtype of the engine's own."""
     if storage == "packed" and args.kv_cache_dtype != "auto":
         raise UnsupportedError(
             f"--kv-cache-dtype {args.kv_cache_dtype} with quantizer.storage: packed: the pool holds codes; use auto"

@@ -1,0 +1,50 @@
+"""Cells from a kernel's accumulators: float32 sums, and the output in the engine's own dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from witcert_core.cells import Terms
+from witcert_core.meter import CellBatch, cell_batch
+
+NORM_DOWN = {torch.float32: 1.0 - 2.0**-11, torch.float16: 1.0 - 2.0**-8, torch.bfloat16: 1.0 - 2.0**-6}
+"""Covers the kernel's fp32 sums and the rounding of its output: bounds need the norm from below."""
+
+
+def output_norm_down(out: Tensor) -> Tensor:
+    """Float32 [...] of out [..., Dv], not above the norm of what the weights and values give in real arithmetic."""
+    return out.float().square().sum(-1).sqrt() * NORM_DOWN[out.dtype]
+
+
+def kernel_cells(
+    acc: Tensor,
+    norm: Tensor,
+    *,
+    num_visible: Sequence[int],
+    delta_loc: Sequence[float],
+    form: str,
+    has_sink: bool,
+    tv_audit: Tensor | None = None,
+) -> CellBatch:
+    """The cells of acc [R, H, 16] float32 and norm [R, H] from `output_norm_down`, on the host.
+
+    The accumulators stay float32: their rounding is that of fp32 sums (`accumulate.SUM_SLACK`). The kernel's own
+    arithmetic is part of every radius already, so nothing is added for it.
+    """
+    sums, below = acc.cpu(), norm.cpu().double()
+    none = torch.zeros_like(below)
+    terms = Terms(sums, none, below, none, below, none, none)
+    visible = torch.tensor(list(num_visible), dtype=torch.int64)
+    spent = torch.tensor(list(delta_loc), dtype=torch.float64)
+    return cell_batch(terms, form, has_sink, visible, tv_audit, spent)
+
+
+def spend_down(delta_loc: Sequence[float], device: torch.device) -> Tensor:
+    """Failure probabilities as the float32 [R] kernels take, never above what may be spent."""
+    exact = torch.tensor(list(delta_loc), dtype=torch.float64)
+    single = exact.to(torch.float32)
+    lower = torch.nextafter(single, torch.zeros_like(single))
+    return torch.where(single.to(torch.float64) > exact, lower, single).to(device)

@@ -1,0 +1,310 @@
+"""The packed INT8 cache read by kernels: codes are appended, attended and metered on the device, nothing is gathered.
+
+Decode rows, and chunks under `prefill_reads: stored`, go through the decode kernel; a chunk that reads its own exact
+keys goes through the extend kernel, over its prefix, and is packed afterwards. On a GPU, or on a CPU under
+TRITON_INTERPRET=1 (tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.kernels.append import append_int8
+from witcert_core.kernels.common.backend import interpreting
+from witcert_core.kernels.common.bypass import BypassedKeys
+from witcert_core.kernels.common.pages import PageTable
+from witcert_core.kernels.decode import decode_int8
+from witcert_core.kernels.extend import extend_int8
+from witcert_core.meter import CellBatch, true_tv
+from witcert_core.packed import PackedLayer
+from witcert_core.policy import Policy
+from witcert_core.quantizers.int8_dither import Int8Dither
+from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.kernel_cells import kernel_cells, output_norm_down, spend_down
+from witcert_core.serving.measuring import joined
+from witcert_core.serving.packed import PackedStorage
+from witcert_core.serving.rows import RowPlan
+from witcert_core.serving.step import StepCells
+
+
+def packed_storage(
+    policy: Policy, geometry: Geometry, layers: Mapping[int, PackedLayer], encoder: Encoder
+) -> PackedStorage:
+    """The packed cache of this device: kernels on a GPU (or under the interpreter), else the reference."""
+    kind = KernelPacked if geometry.device != "cpu" or interpreting() else PackedStorage
+    return kind(policy, geometry, layers, encoder)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests that one launch serves: their indices in the batch and the places of their tokens among the N new ones.
+
+    tokens [T] int64; rows: numbers of the planned rows among them; local [R]: where those are in `tokens`.
+    """
+
+    requests: list[int]
+    tokens: Tensor
+    rows: list[int]
+    local: Tensor
+
+
+class KernelPacked(PackedStorage):
+    """`PackedStorage` with attention and meter in the kernels of this package."""
+
+    def __init__(self, policy: Policy, geometry: Geometry, layers: Mapping[int, PackedLayer], encoder: Encoder) -> None:
+        super().__init__(policy, geometry, layers, encoder)
+        if not isinstance(encoder.quantizer, Int8Dither):
+            raise UnsupportedError(
+                f"quantizer {encoder.quantizer.name!r} brings its own codes; the kernels write those of int8_dither, "
+                "int8_dither_w and int8_dither_bypass: name one of these, or set quantizer.storage to 'simulated'"
+            )
+        if policy.repairs:
+            raise UnsupportedError(
+                f"gate.kind is {policy.gate.kind!r}, but repairs of a packed pool are read by the CPU reference only; "
+                "set gate.kind to 'observe'"
+            )
+        if policy.meter.form == "extremal":
+            raise UnsupportedError(
+                "meter.form is 'extremal', which needs every token of a cell, not sums over them as kernels give; "
+                "set meter.form to 'auto'"
+            )
+        self.head_ids = torch.tensor(geometry.kv_head_ids, dtype=torch.int32, device=geometry.device)
+        self.row_bits = encoder.row_ids.to(torch.int32)
+        self.bypassed: dict[int, BypassedKeys] = {}
+
+    def begin_pass(self, slots: Tensor, requests: Sequence[Tensor]) -> None:
+        # The bits of a uint32; the runtime has just put this pass's row there.
+        self.row_bits[slots] = self.encoder.row_ids[slots].to(torch.int32)
+
+    def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
+        """Attention over codes, [N, H * Dv]; a chunk reads itself exactly, or as stored, and is packed either way."""
+        call = replace(call, sinks=None if call.sinks is None else call.sinks.float())
+        if call.layer in self.exact_k:
+            self.exact_k[call.layer][call.slots] = call.exact_k
+        early = call.early
+        if bool(early.any()):
+            self._append(call.part(early))
+        if not bool(early.all()):
+            self._choose_channels(call)
+        metered = call.layer in self.metered_layers
+        out = torch.empty(*call.q.shape[:2], self.geometry.v_head_dim, dtype=call.q.dtype, device=call.q.device)
+        cells: dict[int, tuple[CellBatch, CellBatch | None, int]] = {}
+        for group in self._groups(plan, early):
+            attended, found, certain = self._launch(call, plan, group, deltas, metered)
+            out[group.tokens] = attended
+            if found is not None:
+                cells |= {number: (found, certain, i) for i, number in enumerate(group.rows)}
+        if cells:
+            in_order = [cells[number] for number in range(len(plan.rows))]
+            step.layers[call.layer] = joined([row_of(found, i) for found, _, i in in_order])
+            if any(delta > 0 for delta in deltas):
+                beside = [row_of(certain or found, i) for found, certain, i in in_order]
+                step.witness_layers[call.layer] = joined(beside)
+        if not bool(early.all()):
+            self._append(call.part(~early))
+        return out.reshape(call.q.shape[0], -1)
+
+    def _groups(self, plan: RowPlan, early: Tensor) -> list[Group]:
+        """Single stored tokens together, chunks of stored tokens one by one, exact chunks together."""
+        starts = torch.tensor([0, *plan.new_tokens]).cumsum(0).tolist()
+        stored = [bool(early[start]) for start in starts[:-1]]
+        indices = range(len(plan.requests))
+        single = [i for i in indices if stored[i] and plan.new_tokens[i] == 1]
+        chunks = [i for i in indices if not stored[i]]
+        members = [single, chunks, *([i] for i in indices if stored[i] and plan.new_tokens[i] > 1)]
+        groups = []
+        for requests in members:
+            if not requests:
+                continue
+            tokens = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in requests])
+            rows = [number for number, row in enumerate(plan.rows) if row.request in requests]
+            place = {int(token): i for i, token in enumerate(tokens)}
+            local = torch.tensor([place[plan.rows[number].token] for number in rows], dtype=torch.int64)
+            groups.append(Group(requests, tokens.to(early.device), rows, local.to(early.device)))
+        return groups
+
+    def _launch(
+        self, call: AttentionCall, plan: RowPlan, group: Group, deltas: list[float], metered: bool
+    ) -> tuple[Tensor, CellBatch | None, CellBatch | None]:
+        """Outputs [T, H, Dv] of a group, its cells and, under the dither law, those of the deterministic radii."""
+        rows = group.rows if metered else []
+        spent = [deltas[number] for number in rows]
+        stored = bool(call.early[group.tokens[0]])
+        attend = self._decode if stored else self._extend
+        out, acc = attend(call, plan, group, rows, spent)
+        if not rows:
+            return out, None, None
+        truth = self._audit(call, plan, rows, stored)
+        found = self._cells(call, plan, rows, acc, out[group.local], spent, truth)
+        if not any(spent):
+            return out, found, None
+        nothing = [0.0] * len(rows)
+        certain = attend(call, plan, group, rows, nothing)[1]
+        return out, found, self._cells(call, plan, rows, certain, out[group.local], nothing, None)
+
+    def _decode(
+        self, call: AttentionCall, plan: RowPlan, group: Group, rows: list[int], spent: list[float]
+    ) -> tuple[Tensor, Tensor]:
+        delta = torch.zeros(len(group.tokens), dtype=torch.float32, device=call.q.device)
+        delta[group.local[: len(rows)]] = spend_down(spent, call.q.device)
+        table, longest = self._table([plan.requests[i] for i in group.requests])
+        layer = self.cache[call.layer]
+        out, _, acc = decode_int8(
+            call.q[group.tokens].contiguous(),
+            paged(layer),
+            layer.k_scale[:, None],
+            layer.v_scale[:, None],
+            table,
+            self.row_bits,
+            max_kv_len=longest,
+            q_len=plan.new_tokens[group.requests[0]],
+            meter=bool(rows),
+            delta_loc=delta,
+            alibi_slopes=None,
+            **self._options(call),
+        )
+        return out, acc[group.local] if rows else acc
+
+    def _extend(
+        self, call: AttentionCall, plan: RowPlan, group: Group, rows: list[int], spent: list[float]
+    ) -> tuple[Tensor, Tensor]:
+        new = [plan.new_tokens[i] for i in group.requests]
+        prefixes = [plan.requests[i][: plan.requests[i].numel() - n] for i, n in zip(group.requests, new, strict=True)]
+        table, longest = self._table(prefixes)
+        layer = self.cache[call.layer]
+        device = call.q.device
+        out, _, acc = extend_int8(
+            call.q[group.tokens].contiguous(),
+            call.exact_k[group.tokens].to(call.q.dtype),
+            call.exact_v[group.tokens].to(call.q.dtype),
+            paged(layer),
+            layer.k_scale[:, None],
+            layer.v_scale[:, None],
+            torch.tensor([0, *new], device=device).cumsum(0).to(torch.int32),
+            table,
+            self.row_bits,
+            max_q_len=max(new),
+            max_kv_len=max(longest, 1),
+            meter_rows=group.local[: len(rows)].to(torch.int32),
+            delta_loc=spend_down(spent, device),
+            **self._options(call),
+        )
+        return out, acc
+
+    def _options(self, call: AttentionCall) -> dict[str, Any]:
+        """What both kernels take alike."""
+        layer = self.cache[call.layer]
+        return {
+            "layer": call.layer,
+            "head_ids": self.head_ids,
+            "key": self.encoder.dither_key,
+            "witness": None if layer.k_witness is None else layer.k_witness[:, None],
+            "sm_scale": call.sm_scale,
+            "window_left": call.window_left,
+            "logits_soft_cap": call.logits_soft_cap,
+            "sinks": call.sinks,
+            "bypass": self.bypassed.get(call.layer),
+        }
+
+    def _table(self, slots: list[Tensor]) -> tuple[PageTable, int]:
+        """Pages of one token each, whatever the engine's page size: a slot is a page."""
+        device = self.row_bits.device
+        lengths = torch.tensor([0, *(s.numel() for s in slots)])
+        flat = torch.cat(slots) if slots else torch.zeros(0)
+        indptr, last = lengths.cumsum(0).to(torch.int32), torch.ones(len(slots), dtype=torch.int32)
+        return PageTable(indptr.to(device), flat.to(device, torch.int32), last.to(device)), int(lengths.max())
+
+    def _append(self, call: AttentionCall) -> None:
+        """Codes, scales, witness and outliers of the call's tokens."""
+        self._choose_channels(call)
+        layer = self.cache[call.layer]
+        append_int8(
+            call.exact_k.contiguous(),
+            call.exact_v.contiguous(),
+            paged(layer),
+            layer.k_scale[:, None],
+            layer.v_scale[:, None],
+            self.row_bits,
+            layer=call.layer,
+            head_ids=self.head_ids,
+            dither_key=self.encoder.dither_key,
+            slot_mapping=call.slots.to(torch.int64),
+            witness=None if layer.k_witness is None else layer.k_witness[:, None],
+            bypass=self.bypassed.get(call.layer),
+        )
+
+    def _choose_channels(self, call: AttentionCall) -> None:
+        """The outlier channels of a layer, chosen from the first keys it sees."""
+        layer = self.cache[call.layer]
+        if layer.k_bypass is None or call.layer in self.bypassed:
+            return
+        self.cache.to_encode(call.layer, call.exact_k)
+        if layer.channels is None:
+            raise UnsupportedError(f"layer {call.layer} keeps outliers but has chosen no channels for them")
+        keep = torch.ones(*layer.k.shape[1:], dtype=torch.uint8, device=layer.k.device).scatter(1, layer.channels, 0)
+        channels = layer.channels.to(torch.int32).contiguous()
+        self.bypassed[call.layer] = BypassedKeys(channels, keep, layer.k_bypass[:, None])
+
+    def _cells(
+        self,
+        call: AttentionCall,
+        plan: RowPlan,
+        rows: list[int],
+        acc: Tensor,
+        out: Tensor,
+        spent: list[float],
+        truth: Tensor | None,
+    ) -> CellBatch:
+        window = call.window_left + 1 if call.window_left >= 0 else None
+        seen = [plan.rows[number].position + 1 for number in rows]
+        return kernel_cells(
+            acc,
+            output_norm_down(out),
+            num_visible=seen if window is None else [min(n, window) for n in seen],
+            delta_loc=spent,
+            form=self.policy.meter.form,
+            has_sink=call.sinks is not None,
+            tv_audit=truth,
+        )
+
+    def _audit(self, call: AttentionCall, plan: RowPlan, rows: list[int], stored: bool) -> Tensor | None:
+        """True TV [R, H] of audited rows, NaN in the others; None if there are none."""
+        audited = [i for i, number in enumerate(rows) if plan.rows[number].audited]
+        if call.layer not in self.exact_k or not audited:
+            return None
+        truth = torch.full((len(rows), call.q.shape[1]), float("nan"), dtype=torch.float64)
+        for i in audited:
+            row = plan.rows[rows[i]]
+            slots = plan.slots_of(rows[i])
+            first = slots.numel() - call.window_left - 1 if call.window_left >= 0 else 0
+            slots = slots[max(first, 0) :]
+            exact = self.exact_k[call.layer][slots]
+            read, _ = self.cache.read(call.layer, slots)
+            if not stored:  # the chunk's own tokens are not packed yet, and were read exactly
+                own = torch.isin(slots, call.slots)
+                read = torch.where(own[:, None, None], exact.to(read), read)
+            found = true_tv(call.q[row.token], read, exact, call.sm_scale, call.logits_soft_cap, call.sinks)
+            truth[i] = found.cpu()
+        return truth
+
+
+def paged(layer: PackedLayer) -> tuple[Tensor, Tensor]:
+    """The codes as pages of one token, [SLOTS, 1, Hkv, D]."""
+    return layer.k[:, None], layer.v[:, None]
+
+
+def row_of(cells: CellBatch, row: int) -> CellBatch:
+    """One row of a batch."""
+    only: dict[str, Any] = {}
+    for field in fields(CellBatch):
+        whole = getattr(cells, field.name)
+        only[field.name] = None if whole is None else whole[row : row + 1]
+    return replace(cells, **only)
