@@ -50,7 +50,7 @@ class Decode:
         rho = torch.full((TOKENS, 1), 0.01, dtype=torch.float64)
         acc = [accumulate(self.logits[r], self.radius[r], self.v, rho, None) for r in range(self.rows)]
         out = self.logits.softmax(-1) @ self.v[:, 0]
-        return torch.stack(acc).float(), out
+        return torch.stack(acc).float(), out.float()
 
     def launch(self, layer):
         return lambda: self.captured.record(layer, *self.cells())

@@ -58,7 +58,8 @@ class PackedStorage:
         if policy.meter.audit_every > 0:
             shape = (geometry.num_slots, geometry.num_kv_heads, geometry.head_dim)
             self.exact_k = {
-                layer: torch.zeros(shape, dtype=geometry.pool_dtype, device=geometry.device) for layer in geometry.layers
+                layer: torch.zeros(shape, dtype=geometry.pool_dtype, device=geometry.device)
+                for layer in geometry.layers
             }
 
     bytes_side = 0  # codes, scales and witnesses are the pool itself
