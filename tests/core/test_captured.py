@@ -88,7 +88,9 @@ def test_every_replay_is_measured_afresh(captured):
         acc, out = decode.cells()
         for cells in step.layers.values():
             assert torch.equal(cells.acc, acc.double())
-            assert torch.allclose(cells.out_norm, out.norm(dim=-1), rtol=1e-6)
+            norm = out.norm(dim=-1).double()
+            assert (cells.out_norm <= norm).all()
+            assert torch.allclose(cells.out_norm, norm, rtol=1e-3)
             assert (cells.meter < 1).all()
         meters.append(step.layers[LAYERS[0]].meter)
     assert not torch.equal(meters[0], meters[1])
