@@ -28,7 +28,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-full lint lean test-core test-kernels spills test-plugins test-eval test-sglang test-vllm \
-	soak bench-sglang static figures envs clean
+	soak bench-sglang bench-vllm static figures envs clean
 
 demo: $(ENVS)/sglang/.ready
 	@$(SGLANG)/python -m witcert_demo
@@ -82,6 +82,10 @@ soak: $(ENVS)/sglang/.ready
 # Capacity, speed, accuracy and repairs in SGLang on this CPU; writes bench/sglang/results.md. About 25 minutes.
 bench-sglang: $(ENVS)/sglang/.ready
 	$(SGLANG)/python bench/sglang/bench.py
+
+# Capacity, speed and vLLM's own caches beside ours, in vLLM on this CPU; writes bench/vllm/results.md. About 15 minutes.
+bench-vllm: $(ENVS)/vllm/.ready
+	$(VLLM)/python bench/vllm/bench.py
 
 # Every measured table and figure of README and docs, made again (about half an hour on two cores).
 figures: $(ENVS)/sglang/.ready
