@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from witcert_demo.run import CHECKPOINT
 
 from witcert_core.cli import main
-from witcert_core.evaluate import served
+from witcert_core.evaluate import served, servers
 
 FAKE = Path(__file__).parent / "fake_server.py"
 
@@ -78,3 +82,29 @@ def test_an_unknown_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     options = ["eval", "ruler", "--model", str(CHECKPOINT), "--quantizers", "none", "--out", str(tmp_path)]
     assert main([*options, "--engine", "llama.cpp", "--no-plot"]) == 2
     assert "allowed are offline, sglang, vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_server_is_started_waits_until_it_can_be_stopped(
+    sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moment between the fork and the assignment, at which nobody could stop the child."""
+    real, started = subprocess.Popen, []
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(number)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        started.append(real(*args, **kwargs))
+        signal.raise_signal(sent)
+        return started[0]
+
+    monkeypatch.setattr(servers.subprocess, "Popen", interrupted)
+    sleeper = servers.serving([sys.executable, "-c", "import time; time.sleep(60)"], 1, env={}, log=tmp_path / "log")
+    before = signal.signal(sent, end)
+    try:
+        with pytest.raises(SystemExit):
+            sleeper.__enter__()
+    finally:
+        signal.signal(sent, before)
+    assert started[0].poll() is not None

@@ -19,6 +19,7 @@ from witcert_core.evaluate.extras import require
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ServerError(WitCertError, RuntimeError):
@@ -63,21 +64,41 @@ def serving(
     command: must make it listen on `port` of 127.0.0.1. waiting: called with the seconds waited so far while the
     server starts. Raises ServerError if it does not start.
     """
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            list(command),
-            env=dict(env),
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    server = Server(f"http://127.0.0.1:{port}", process, log)
+    process: subprocess.Popen[bytes] | None = None
     try:
+        # A signal between the fork and the assignment would leave a server that nobody stops.
+        with log.open("wb") as sink, held_signals():
+            process = subprocess.Popen(
+                list(command),
+                env=dict(env),
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        server = Server(f"http://127.0.0.1:{port}", process, log)
         wait_until_healthy(server, waiting, timeout_s)
         yield server
     finally:
-        stop(process)
+        if process is not None:
+            stop(process)
+
+
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """Signals that end this process wait until the block is left. In threads, which get none, nothing is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = {number: signal.signal(number, lambda n, _frame: arrived.append(n)) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 def wait_until_healthy(server: Server, waiting: Callable[[float], None], timeout_s: float = START_TIMEOUT_S) -> None:
@@ -109,13 +130,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
     A second Ctrl-C must not interrupt this, or servers would be left behind.
     """
-    if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            stop_group(process)
-        finally:
-            signal.signal(signal.SIGINT, before)
-    else:
+    with held_signals():
         stop_group(process)
 
 
