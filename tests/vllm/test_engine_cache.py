@@ -21,7 +21,7 @@ ENGINE = {"quantizer": {"name": "engine"}, "prefill_reads": "stored", "meter": {
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
-    return samples_of_each_task(1, num_tokens=128, seed=71)
+    return samples_of_each_task(1, num_tokens=96, seed=71)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])

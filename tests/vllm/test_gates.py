@@ -17,7 +17,7 @@ DAMAGED = {"quantizer": {"name": "fp8_e4m3_cast"}, "meter": {"audit_every": 1}}
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
-    return samples_of_each_task(2, num_tokens=256, seed=51)
+    return samples_of_each_task(2, num_tokens=160, seed=51)
 
 
 def ask(twin: Path, work: Path, samples: list[Sample], **gate: Any) -> list[Answer]:
@@ -30,7 +30,7 @@ def test_repairs_make_answers_right(twin: Path, tmp_path: Path, samples: list[Sa
     observed = ask(twin, tmp_path / "observe", samples, kind="observe")
     repaired = ask(twin, tmp_path / "certified", samples, kind="certified")
     expected = [list(sample.answer_ids) for sample in samples]
-    assert sum(a.tokens == e for a, e in zip(observed, expected, strict=True)) <= 2
+    assert sum(a.tokens == e for a, e in zip(observed, expected, strict=True)) <= 3
     assert sum(a.tokens == e for a, e in zip(repaired, expected, strict=True)) >= 5
     for answer in repaired:
         gate = answer.summary["gate"]

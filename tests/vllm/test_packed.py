@@ -31,7 +31,7 @@ def test_packed_answers_and_bounds_are_those_of_the_simulation(
     checkpoint: Path, tmp_path: Path, name: str, reads: str
 ) -> None:
     """Dithers differ from run to run, so bounds are alike, not equal; answers are right, no audit is broken."""
-    asked = prompts(seed=61, num_tokens=128)
+    asked = prompts(seed=61, num_tokens=96)
     found = {}
     for storage in ("simulated", "packed"):
         with running_engine(checkpoint, tmp_path / storage, policy(name, storage, reads)) as engine:
