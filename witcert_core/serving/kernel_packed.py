@@ -47,13 +47,18 @@ def packed_storage(
 class Group:
     """Requests that one launch serves: their indices in the batch and the places of their tokens among the N new ones.
 
-    tokens [T] int64; rows: numbers of the planned rows among them; local [R]: where those are in `tokens`.
+    stored: whether they read what is stored of their own tokens, so by the decode kernel. tokens [T] int64; rows:
+    numbers of the planned rows among them; local [R]: where those are in `tokens`. table: the pages of their tokens,
+    or of their prefixes where not stored, the longest of max_kv_len tokens.
     """
 
     requests: list[int]
+    stored: bool
     tokens: Tensor
     rows: list[int]
     local: Tensor
+    table: PageTable
+    max_kv_len: int
 
 
 class KernelPacked(PackedStorage):
@@ -79,10 +84,12 @@ class KernelPacked(PackedStorage):
         self.head_ids = torch.tensor(geometry.kv_head_ids, dtype=torch.int32, device=geometry.device)
         self.row_bits = encoder.row_ids.to(torch.int32)
         self.bypassed: dict[int, BypassedKeys] = {}
+        self.groups: list[Group] | None = None  # of this pass: the same for all its layers
 
     def begin_pass(self, slots: Tensor, requests: Sequence[Tensor]) -> None:
         # The bits of a uint32; the runtime has just put this pass's row there.
         self.row_bits[slots] = self.encoder.row_ids[slots].to(torch.int32)
+        self.groups = None
 
     def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
         """Attention over codes, [N, H * Dv]; a chunk reads itself exactly, or as stored, and is packed either way."""
@@ -97,7 +104,9 @@ class KernelPacked(PackedStorage):
         metered = call.layer in self.metered_layers
         out = torch.empty(*call.q.shape[:2], self.geometry.v_head_dim, dtype=call.q.dtype, device=call.q.device)
         cells: dict[int, tuple[CellBatch, CellBatch | None, int]] = {}
-        for group in self._groups(plan, early):
+        if self.groups is None:
+            self.groups = self._groups(plan, early)
+        for group in self.groups:
             attended, found, certain = self._launch(call, plan, group, deltas, metered)
             out[group.tokens] = attended
             if found is not None:
@@ -128,7 +137,12 @@ class KernelPacked(PackedStorage):
             rows = [number for number, row in enumerate(plan.rows) if row.request in requests]
             place = {int(token): i for i, token in enumerate(tokens)}
             local = torch.tensor([place[plan.rows[number].token] for number in rows], dtype=torch.int64)
-            groups.append(Group(requests, tokens.to(early.device), rows, local.to(early.device)))
+            read = [plan.requests[i] if stored[i] else plan.requests[i][: -plan.new_tokens[i]] for i in requests]
+            table, longest = self._table(read)
+            device = early.device
+            groups.append(
+                Group(requests, stored[requests[0]], tokens.to(device), rows, local.to(device), table, longest)
+            )
         return groups
 
     def _launch(
@@ -137,12 +151,11 @@ class KernelPacked(PackedStorage):
         """Outputs [T, H, Dv] of a group, its cells and, under the dither law, those of the deterministic radii."""
         rows = group.rows if metered else []
         spent = [deltas[number] for number in rows]
-        stored = bool(call.early[group.tokens[0]])
-        attend = self._decode if stored else self._extend
+        attend = self._decode if group.stored else self._extend
         out, acc = attend(call, plan, group, rows, spent)
         if not rows:
             return out, None, None
-        truth = self._audit(call, plan, rows, stored)
+        truth = self._audit(call, plan, rows, group.stored)
         found = self._cells(call, plan, rows, acc, out[group.local], spent, truth)
         if not any(spent):
             return out, found, None
@@ -155,16 +168,15 @@ class KernelPacked(PackedStorage):
     ) -> tuple[Tensor, Tensor]:
         delta = torch.zeros(len(group.tokens), dtype=torch.float32, device=call.q.device)
         delta[group.local[: len(rows)]] = spend_down(spent, call.q.device)
-        table, longest = self._table([plan.requests[i] for i in group.requests])
         layer = self.cache[call.layer]
         out, _, acc = decode_int8(
             call.q[group.tokens].contiguous(),
             paged(layer),
             layer.k_scale[:, None],
             layer.v_scale[:, None],
-            table,
+            group.table,
             self.row_bits,
-            max_kv_len=longest,
+            max_kv_len=group.max_kv_len,
             q_len=plan.new_tokens[group.requests[0]],
             meter=bool(rows),
             delta_loc=delta,
@@ -177,8 +189,6 @@ class KernelPacked(PackedStorage):
         self, call: AttentionCall, plan: RowPlan, group: Group, rows: list[int], spent: list[float]
     ) -> tuple[Tensor, Tensor]:
         new = [plan.new_tokens[i] for i in group.requests]
-        prefixes = [plan.requests[i][: plan.requests[i].numel() - n] for i, n in zip(group.requests, new, strict=True)]
-        table, longest = self._table(prefixes)
         layer = self.cache[call.layer]
         device = call.q.device
         out, _, acc = extend_int8(
@@ -189,10 +199,10 @@ class KernelPacked(PackedStorage):
             layer.k_scale[:, None],
             layer.v_scale[:, None],
             torch.tensor([0, *new], device=device).cumsum(0).to(torch.int32),
-            table,
+            group.table,
             self.row_bits,
             max_q_len=max(new),
-            max_kv_len=max(longest, 1),
+            max_kv_len=max(group.max_kv_len, 1),
             meter_rows=group.local[: len(rows)].to(torch.int32),
             delta_loc=spend_down(spent, device),
             **self._options(call),
