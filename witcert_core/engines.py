@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from witcert_core.errors import PluginError
+from witcert_core.errors import PluginError, WitCertError
 
 if TYPE_CHECKING:
     from witcert_core.policy import Policy
@@ -28,6 +28,15 @@ class Finding:
     level: Literal["ok", "note", "refused"]
     subject: str
     text: str
+
+
+def checked(subject: str, check: Callable[..., Any], *args: Any) -> Finding:
+    """The finding of one check: its refusal, or ok."""
+    try:
+        check(*args)
+    except WitCertError as error:
+        return Finding("refused", subject, str(error))
+    return Finding("ok", subject, "can be metered")
 
 
 Examine = Callable[["str | None", "Policy"], list[Finding]]

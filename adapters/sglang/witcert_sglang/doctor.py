@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from witcert_core.closing import ClosingRule
-from witcert_core.engines import Finding
+from witcert_core.engines import Finding, checked
 from witcert_core.errors import WitCertError
 from witcert_core.policy import Policy
 from witcert_core.units import format_bytes
@@ -40,15 +40,6 @@ def examine(model: str | None, policy: Policy) -> list[Finding]:
         if model is not None:
             found += of_model(model, policy)
     return found
-
-
-def checked(subject: str, check: Callable[..., Any], *args: Any) -> Finding:
-    """The finding of one check: its refusal, or ok."""
-    try:
-        check(*args)
-    except WitCertError as error:
-        return Finding("refused", subject, str(error))
-    return Finding("ok", subject, "can be metered")
 
 
 def versions() -> Iterator[Finding]:

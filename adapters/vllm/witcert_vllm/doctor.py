@@ -6,13 +6,12 @@ Importable without vLLM; vLLM is imported only when the function is called.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Any
 
 from witcert_core.closing import ClosingRule
-from witcert_core.engines import Finding
+from witcert_core.engines import Finding, checked
 from witcert_core.errors import WitCertError
 from witcert_core.policy import Policy
 from witcert_vllm import POLICY_VARIABLE, __version__
@@ -32,15 +31,6 @@ def examine(model: str | None, policy: Policy) -> list[Finding]:
     if model is not None:
         found += of_model(model, policy)
     return found
-
-
-def checked(subject: str, check: Callable[..., Any], *args: Any) -> Finding:
-    """The finding of one check: its refusal, or ok."""
-    try:
-        check(*args)
-    except WitCertError as error:
-        return Finding("refused", subject, str(error))
-    return Finding("ok", subject, "can be metered")
 
 
 def versions() -> Iterator[Finding]:
