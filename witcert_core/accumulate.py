@@ -145,6 +145,6 @@ def _output_fields(acc: Tensor, p: Tensor, v: Tensor, rho: Tensor, has_sink: boo
         AccField.RHO_MIN: radius.amin(dim=0)[:, None].expand(-1, heads // kv_heads),
         AccField.V_RADIUS: distance * up,
     }
-    known = value.isfinite().all(dim=-1).all(dim=0) & radius.isfinite().all(dim=0) & (radius >= 0).all(dim=0)
+    known = square.isfinite().all(dim=0) & radius.isfinite().all(dim=0) & (radius >= 0).all(dim=0)
     for field, x in fields.items():
         acc[:, field] = torch.where(known[:, None], x, float("inf")).reshape(heads)

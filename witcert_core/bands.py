@@ -6,6 +6,7 @@ Bands made of whole rotary pairs also survive a rotation.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +47,7 @@ class BandMap:
         NaN or infinity in a channel makes its band NaN or infinite. Values are scaled by the band's
         largest magnitude first, so that no square is lost to under- or overflow.
         """
-        if x.shape[-1] != self.head_dim:
-            raise InputError(f"x has {x.shape[-1]} channels; this band map is for {self.head_dim}")
+        self._check(x)
         value = x.to(torch.float64).abs()
         index = self.channel_band.to(x.device).expand(value.shape)
         zeros = torch.zeros(*x.shape[:-1], self.num_bands, dtype=torch.float64, device=x.device)
@@ -55,6 +55,31 @@ class BandMap:
         unit = torch.where((peak > 0) & peak.isfinite(), peak, torch.ones_like(peak))
         total = zeros.scatter_add(-1, index, (value / unit.gather(-1, index)).square())
         return total.sqrt() * unit
+
+    def difference_norms(self, x: Tensor, y: Tensor) -> Tensor:
+        """Norm of ``x - y`` in each band, float64 ``[..., B]``, in few operations.
+
+        Both ``[..., D]`` and of at most 32 bits an element: squares of their differences stay in float64's range.
+        NaN or infinity in a channel makes its band NaN or infinite.
+        """
+        self._check(x)
+        for operand in (x, y):
+            if operand.element_size() > 4:
+                raise InputError(f"an operand has dtype {operand.dtype}; squares are safe for at most 32 bits")
+        difference = x.to(torch.float64) - y.to(torch.float64)
+        total: Tensor = difference.square() @ self._members.to(x.device)
+        if not bool(total.isfinite().all()):  # 0 * NaN has spoiled the other bands too
+            return self.norms(difference)
+        return total.sqrt()
+
+    def _check(self, x: Tensor) -> None:
+        if x.shape[-1] != self.head_dim:
+            raise InputError(f"x has {x.shape[-1]} channels; this band map is for {self.head_dim}")
+
+    @functools.cached_property
+    def _members(self) -> Tensor:
+        """Float64 ``[D, B]``, 1 where the channel is of the band."""
+        return torch.nn.functional.one_hot(self.channel_band, self.num_bands).to(torch.float64)
 
 
 def band_map(spec: RotarySpec, num_bands: int = 16) -> BandMap:

@@ -131,7 +131,8 @@ def measure(
         if slots.numel() == 0:
             raise InputError(f"row {r} sees no token; leave padded rows out of the batch")
         visible[r] = slots.numel()
-        k, v, row = k_cache[slots], v_cache[slots].to(torch.float64), q[r].to(torch.float64)
+        k, row = k_cache.index_select(0, slots), q[r].to(torch.float64)
+        v = v_cache.index_select(0, slots).to(torch.float64)
         logits, v, stored = centred(row, k, v, radii.residuals(slots), sm_scale, logits_soft_cap)
         c = radii.key_radius(row, slots, scale, float(delta_loc[r])).to(torch.float64)
         omega = kernel_radius(row, k, scale, logits_soft_cap, sixteen_bit)

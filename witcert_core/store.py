@@ -4,7 +4,8 @@ Shapes: SLOTS slots of the engine's pool, N slots written, S slots read, Hkv loc
 D head_dim, Dv v_head_dim, B bands, Gr = ceil(D / 32) groups.
 
 Every slot starts *unknown* (radius infinity, meter 1) and becomes so again whenever a write cannot be accounted for.
-A write replaces whatever the slot said before, so a reused slot never keeps the radius of its former token.
+A write replaces whatever the slot said before, so a reused slot never keeps the radius of its former token. Small
+writes wait until somebody asks (`waiting.py`); every way to the side tensors of a layer leads through `_settled`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from witcert_core.packed import checked_scales, half_step_radius
 from witcert_core.quantizers.base import Encoded, Quantizer
 from witcert_core.radii import radius_dither, radius_group_witness, radius_witness
 from witcert_core.sketch import Sketch, decode_sketch, encode_sketch, value_bands
+from witcert_core.waiting import Waiting, Write
 from witcert_core.witness import decode_norm, encode_norm_up, value_codes, witness_codes
 
 UNKNOWN_CODE = 255  # decodes to +inf
@@ -203,6 +205,7 @@ class SlotStore:
             )
             for layer in layers
         }
+        self._waiting = {layer: Waiting() for layer in layers}
         shape = (num_slots, num_kv_heads)
         self.exact_k: dict[int, Tensor] = {}
         self.exact_v: dict[int, Tensor] = {}
@@ -212,7 +215,7 @@ class SlotStore:
                 self.exact_v[layer] = torch.zeros(*shape, v_head_dim, dtype=storage_dtype, device=device)
 
     def __getitem__(self, layer: int) -> LayerSlots:
-        return self._layers[layer]
+        return self._settled(layer)
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._layers
@@ -249,19 +252,41 @@ class SlotStore:
         and what the pool gives back. encoded_k, encoded_v: the codes and scales of a dithered quantizer; without
         them a dithered layer counts as unquantized and only an exact write is accepted.
         """
-        side = self._layers[layer]
-        if encoded_v is None:
-            missed = self._sketched(side.value_sketch, slots, exact_v, stored_v, self.value_bands)
-            side.value_witness[slots] = value_codes(exact_v, missed)
-        else:
-            checked = replace(encoded_v, scales=checked_scales(encoded_v, exact_v))
-            side.value_witness[slots] = encode_norm_up(dithered_value_radius(checked, stored_v))
-        if self.dithered:
-            self._write_dithered(side, slots, exact_k, stored_k, encoded_k)
-        elif side.witness is not None:
-            missed = self._sketched(side.key_sketch, slots, exact_k, stored_k, self.bands)
-            side.witness[slots] = witness_codes(exact_k, missed, self.bands)
         self.keep(layer, slots, exact_k, exact_v)
+        write = Write(slots, exact_k, exact_v, stored_k, stored_v, encoded_k, encoded_v)
+        if not self._waiting[layer].add(write):
+            self._account(self._settled(layer), write)
+
+    def _settled(self, layer: int) -> LayerSlots:
+        """The side tensors of a layer with every write accounted for."""
+        side = self._layers[layer]
+        for write in self._waiting[layer].take():
+            self._account(side, write)
+        return side
+
+    def _account(self, side: LayerSlots, write: Write) -> None:
+        known = False
+        try:
+            for piece in write.split():
+                self._remember(side, piece)
+            known = True
+        finally:
+            if not known:  # the slots were written all the same: what they said before is void
+                side.fill(write.slots, UNKNOWN_CODE)
+
+    def _remember(self, side: LayerSlots, write: Write) -> None:
+        slots = write.slots
+        if write.encoded_v is None:
+            missed = self._sketched(side.value_sketch, slots, write.exact_v, write.stored_v, self.value_bands)
+            side.value_witness[slots] = value_codes(write.exact_v, missed)
+        else:
+            checked = replace(write.encoded_v, scales=checked_scales(write.encoded_v, write.exact_v))
+            side.value_witness[slots] = encode_norm_up(dithered_value_radius(checked, write.stored_v))
+        if self.dithered:
+            self._write_dithered(side, write)
+        elif side.witness is not None:
+            missed = self._sketched(side.key_sketch, slots, write.exact_k, write.stored_k, self.bands)
+            side.witness[slots] = witness_codes(write.exact_k, missed, self.bands)
 
     def _sketched(
         self, sketch: Sketch | None, slots: Tensor, exact: Tensor, stored: Tensor, bands: BandMap
@@ -273,20 +298,19 @@ class SlotStore:
         sketch.codes[slots], sketch.steps[slots] = made.codes, made.steps
         return stored.to(torch.float64) - decode_sketch(made, bands, self.sketch_bits)
 
-    def _write_dithered(
-        self, side: LayerSlots, slots: Tensor, exact_k: Tensor, stored_k: Tensor, encoded_k: Encoded | None
-    ) -> None:
-        if encoded_k is None or side.scales is None:
-            same = (exact_k == stored_k).flatten(1).all(1)
+    def _write_dithered(self, side: LayerSlots, write: Write) -> None:
+        slots, encoded = write.slots, write.encoded_k
+        if encoded is None or side.scales is None:
+            same = (write.exact_k == write.stored_k).flatten(1).all(1)
             side.fill(slots[same], EXACT_CODE)
             side.fill(slots[~same], UNKNOWN_CODE)
             return
-        scales = checked_scales(encoded_k, exact_k)
+        scales = checked_scales(encoded, write.exact_k)
         side.scales[slots] = scales
         if side.group_witness is not None:
-            side.group_witness[slots] = group_witness_codes(exact_k, encoded_k.values, scales)
+            side.group_witness[slots] = group_witness_codes(write.exact_k, encoded.values, scales)
         if side.witness is not None:
-            side.witness[slots] = witness_codes(encoded_k.values, stored_k, self.bands)
+            side.witness[slots] = witness_codes(encoded.values, write.stored_k, self.bands)
 
     def keep(self, layer: int, slots: Tensor, exact_k: Tensor, exact_v: Tensor) -> None:
         """Keep the exact tensors of `slots` for audits, if this store keeps any."""
@@ -296,16 +320,16 @@ class SlotStore:
 
     def move(self, target: Tensor, source: Tensor) -> None:
         """The engine copied rows of its pool, all layers: `source` [N] onto `target` [N]; what is known goes along."""
-        for side in self._layers.values():
-            for tensor in side.tensors():
+        for layer in self._layers:
+            for tensor in self._settled(layer).tensors():
                 tensor[target] = tensor[source]
         for kept in (*self.exact_k.values(), *self.exact_v.values()):
             kept[target] = kept[source]
 
     def mark_exact(self, layer: int, slots: Tensor) -> None:
         """The pool holds exactly what the run handed over in `slots` (radius 0)."""
-        self._layers[layer].fill(slots, EXACT_CODE)
+        self._settled(layer).fill(slots, EXACT_CODE)
 
     def mark_unknown(self, layer: int, slots: Tensor) -> None:
         """Nothing is known about `slots` any more (radius infinity)."""
-        self._layers[layer].fill(slots, UNKNOWN_CODE)
+        self._settled(layer).fill(slots, UNKNOWN_CODE)

@@ -39,13 +39,13 @@ class _TokenGroup(Quantizer):
         full = torch.cat([x, x[..., -1:].expand(-1, -1, short)], dim=-1) if short else x
         grouped = full.reshape(num_tokens, num_heads, num_groups, self.group_size)
         largest_code = 2**self.bits - 1
-        low = grouped.amin(dim=-1, keepdim=True).clamp(-_FP16_MAX, _FP16_MAX)
-        high = grouped.amax(dim=-1, keepdim=True).clamp(-_FP16_MAX, _FP16_MAX)
+        low = grouped.amin(dim=-1, keepdim=True).clamp_(-_FP16_MAX, _FP16_MAX)
+        high = grouped.amax(dim=-1, keepdim=True).clamp_(-_FP16_MAX, _FP16_MAX)
         zero = low.to(torch.float16).to(torch.float32)
         scale = ((high - low) / largest_code).to(torch.float16).to(torch.float32)
-        step = torch.where(scale == 0, torch.ones_like(scale), scale)
-        codes = ((grouped - zero) / step).round().clamp(0, largest_code)
-        stored: Tensor = (zero + scale * codes).flatten(start_dim=2)
+        step = scale + (scale == 0)
+        codes = ((grouped - zero) / step).round_().clamp_(0, largest_code)
+        stored: Tensor = codes.mul_(scale).add_(zero).flatten(start_dim=2)
         return stored[..., :head_dim].contiguous()
 
     def bytes_per_token_head(self, head_dim: int) -> float:

@@ -43,6 +43,14 @@ class AttentionCall:
             return self.reads_stored
         return torch.full((self.slots.numel(),), self.reads_stored, device=self.slots.device)
 
+    @property
+    def alike(self) -> bool | None:
+        """What `early` says where it says the same of all tokens, else None."""
+        if not isinstance(self.reads_stored, Tensor):
+            return self.reads_stored
+        first = bool(self.reads_stored[0])
+        return first if bool((self.reads_stored == first).all()) else None
+
     def own(self, new_tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]] | None:
         """Exact keys and values of each request's own chunk where it reads them (of a request all tokens or none).
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from witcert_core.dither import DitherKey
 from witcert_core.errors import QuantizerError, UnsupportedError
 from witcert_core.quantizers import apply
-from witcert_core.quantizers.base import CalibratedQuantizer, DitheredQuantizer, Kind, QuantContext, Quantizer
+from witcert_core.quantizers.base import KINDS, CalibratedQuantizer, DitheredQuantizer, Kind, QuantContext, Quantizer
 from witcert_core.rotary import RotaryTable
 from witcert_core.serving.calls import Coded
 from witcert_core.serving.geometry import Geometry
@@ -44,6 +44,7 @@ class Encoder:
         self.row_ids = row_ids
         self.dither_key = dither_key
         self.tables = tables
+        self._contexts: dict[Kind, QuantContext] = {kind: self._context(kind) for kind in KINDS}
 
     def encode(
         self,
@@ -58,11 +59,13 @@ class Encoder:
 
         states: of a calibrated quantizer, for keys and values, [N, Hkv, W] each.
         """
-        row_ids = self.row_ids[slots]
-        return (
-            self._coded("k", exact_k, layer, positions, replace(self._context("k"), row_ids=row_ids, state=states[0])),
-            self._coded("v", exact_v, layer, positions, replace(self._context("v"), row_ids=row_ids, state=states[1])),
-        )
+        k, v = self._contexts["k"], self._contexts["v"]
+        if self.quantizer.tier == "dither":
+            row_ids = self.row_ids[slots]
+            k, v = replace(k, row_ids=row_ids), replace(v, row_ids=row_ids)
+        if states != (None, None):
+            k, v = replace(k, state=states[0]), replace(v, state=states[1])
+        return self._coded("k", exact_k, layer, positions, k), self._coded("v", exact_v, layer, positions, v)
 
     def calibrate(self, kind: Kind, layer: int, exact: Tensor) -> Tensor:
         """The state [Hkv, W] of a request whose first tokens have keys or values `exact` [C, Hkv, D]."""
@@ -74,7 +77,7 @@ class Encoder:
             kind=kind,
             layer=layer,
             positions=torch.arange(exact.shape[0], device=exact.device),
-            ctx=self._context(kind),
+            ctx=self._contexts[kind],
             table=self._table(layer),
         )
 

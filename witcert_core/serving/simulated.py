@@ -118,23 +118,23 @@ class SimulatedCache:
         if quantized and self.open is not None:
             return self._attend_open(call, plan, step, deltas)
         k, v = self._encode(call) if quantized else (Coded(call.exact_k, None), Coded(call.exact_v, None))
-        early, late = call.early, ~call.early
-        if early.any():
+        early, late = _halves(call, k, v)
+        if early is None:
+            out = call.run(None, None)
+        else:
             read_k, read_v = k.values.to(call.exact_k), v.values.to(call.exact_v)
-            if late.any():
-                first = early[:, None, None]
+            if late is not None:
+                first = call.early[:, None, None]
                 read_k, read_v = torch.where(first, read_k, call.exact_k), torch.where(first, read_v, call.exact_v)
             out = call.run(read_k, read_v)
-            self._account(call.part(early), k.part(early), v.part(early))
-        else:
-            out = call.run(None, None)
-        if late.any():
-            own = call.part(late)
+            self._account(*early)
+        if late is not None:
+            own = late[0]
             self.store.mark_exact(call.layer, own.slots)
             self.store.keep(call.layer, own.slots, own.exact_k, own.exact_v)
         self._measure(call, plan, step, deltas, out)
-        if late.any():
-            k, v = k.part(late), v.part(late)
+        if late is not None:
+            own, k, v = late
             self.pool.write(call.layer, own.slots, k.values.to(own.exact_k), v.values.to(own.exact_v))
             self._account(own, k, v)
         return out
@@ -235,6 +235,19 @@ class SimulatedCache:
             "bytes_shadow": 0 if shadow is None else shadow.nbytes,
             "shadow_slots": 0 if shadow is None else shadow.num_rows,
         }
+
+
+_Half = tuple[AttentionCall, Coded, Coded]
+
+
+def _halves(call: AttentionCall, k: Coded, v: Coded) -> tuple[_Half | None, _Half | None]:
+    """The tokens that are read as stored in this pass already, and those that are not; None where there are none."""
+    alike = call.alike
+    if alike is not None:
+        whole = call, k, v
+        return (whole, None) if alike else (None, whole)
+    early, late = call.early, ~call.early
+    return (call.part(early), k.part(early), v.part(early)), (call.part(late), k.part(late), v.part(late))
 
 
 def shadow_store(policy: Policy, geometry: Geometry) -> ShadowStore:

@@ -20,7 +20,8 @@ class SlotPool:
         self.pool = pool
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self.pool.get_key_buffer(layer)[slots], self.pool.get_value_buffer(layer)[slots]
+        keys, values = self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
+        return keys.index_select(0, slots), values.index_select(0, slots)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         # The pool asks its layer for the id alone.
