@@ -26,12 +26,12 @@ def side_bytes_per_head(
 ) -> int:
     """What `store.SlotStore` keeps of a token in one layer and KV head, beside a pool of ``storage_bytes`` an element.
 
-    One byte for V; for K the bands' witness, or the scales of a dithered quantizer (with a band witness of the
-    rounding to a 16-bit pool); the residuals' sketches.
+    One byte for V; for K the bands' witness and the residuals' sketches, or without these the scales of a dithered
+    quantizer (with a band witness of the rounding to a 16-bit pool).
     """
     groups = num_groups(rotary.head_dim, GROUP)
     bands = band_map(rotary).num_bands
-    if quantizer.tier == "dither":
+    if quantizer.tier == "dither" and not sketch_bits:
         witness = groups if quantizer.stored_witness else 0
         return 1 + 2 * groups + witness + (bands if storage_bytes == 2 else 0)
     values = sketch_bytes(v_head_dim, value_bands(v_head_dim).num_bands, sketch_bits)

@@ -171,10 +171,15 @@ class Policy(_Section):
                 f"meter.tier: is 'dither', but quantizer {self.quantizer.name!r} has no dither law; "
                 "allowed: 'auto', 'witness', or a dithered quantizer such as 'int8_dither'"
             )
-        if self.meter.sketch_bits and self._quantizer.tier == "dither":
+        if self.meter.sketch_bits and self.meter.tier == "dither":
             raise ValueError(
-                f"meter.sketch_bits: is {self.meter.sketch_bits}, but quantizer {self.quantizer.name!r} is dithered "
-                "and its scales bound the residual already; allowed: 0, or a quantizer without a dither law"
+                f"meter.sketch_bits: is {self.meter.sketch_bits}, but meter.tier is 'dither', whose bound is from the "
+                "law and not from sketches; allowed: 0, or meter.tier 'auto' or 'witness'"
+            )
+        if self.meter.sketch_bits and self.quantizer.storage == "packed":
+            raise ValueError(
+                f"meter.sketch_bits: is {self.meter.sketch_bits}, but the packed cache keeps no sketches; allowed: 0, "
+                "or quantizer.storage 'simulated'"
             )
 
     def _check_storage(self) -> None:
@@ -214,7 +219,8 @@ class Policy(_Section):
     def _choose_sketch(self) -> None:
         """Without a sketch a gate has to restore nearly every block of a coarse quantizer; see docs/meter.md, 2."""
         if self.meter.sketch_bits is None:
-            bits = GATE_SKETCH_BITS if self._gate.repairs and self._quantizer.tier != "dither" else 0
+            usable = self.meter.tier != "dither" and self.quantizer.storage == "simulated"
+            bits = GATE_SKETCH_BITS if self._gate.repairs and usable else 0
             self.__dict__["meter"] = self.meter.model_copy(update={"sketch_bits": bits})
 
     def _force_stride(self) -> None:
@@ -245,8 +251,10 @@ class Policy(_Section):
 
     @property
     def tier(self) -> Tier:
-        """The tier the meter claims: meter.tier, or with 'auto' the quantizer's own."""
-        return self._quantizer.tier if self.meter.tier == "auto" else self.meter.tier
+        """The tier the meter claims: meter.tier, or with 'auto' the quantizer's own, deterministic with sketches."""
+        if self.meter.tier != "auto":
+            return self.meter.tier
+        return "witness" if self.sketch_bits else self._quantizer.tier
 
     def build_quantizer(self) -> Quantizer:
         """The quantizer with its parameters; quantizers are frozen, so it is always the same one."""

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from witcert_core.bands import BandMap
 from witcert_core.dither import group_witness_codes
-from witcert_core.errors import UnsupportedError
 from witcert_core.packed import checked_scales, half_step_radius
 from witcert_core.quantizers.base import Encoded, Quantizer
 from witcert_core.radii import radius_dither, radius_group_witness, radius_witness
@@ -168,12 +167,8 @@ class SlotStore:
         self.quantizer = quantizer
         self.bands = bands
         self.storage_dtype = storage_dtype
-        self.dithered = quantizer.tier == "dither"
-        if self.dithered and sketch_bits:
-            raise UnsupportedError(
-                f"sketch_bits is {sketch_bits}, but quantizer {quantizer.name!r} is dithered: its law needs no sketch; "
-                "use 0"
-            )
+        # With sketches a dithered quantizer is one like any other: what is kept is the error it made, not its law.
+        self.dithered = quantizer.tier == "dither" and not sketch_bits
         self.sketch_bits = sketch_bits
         self.value_bands = value_bands(v_head_dim)
         num_groups = -(-head_dim // 32)
@@ -276,7 +271,7 @@ class SlotStore:
 
     def _remember(self, side: LayerSlots, write: Write) -> None:
         slots = write.slots
-        if write.encoded_v is None:
+        if write.encoded_v is None or not self.dithered:
             missed = self._sketched(side.value_sketch, slots, write.exact_v, write.stored_v, self.value_bands)
             side.value_witness[slots] = value_codes(write.exact_v, missed)
         else:

@@ -126,20 +126,26 @@ def test_refusals_name_key_value_and_what_is_allowed(sections: dict[str, Any], m
     assert "\n" not in str(raised.value)
 
 
+PACKED = {"name": "int8_dither", "storage": "packed"}
+
+
 def test_a_gate_that_repairs_has_a_sketch_unless_told_otherwise() -> None:
     gate = {"kind": "certified"}
     assert policy(quantizer="int4_token_group").sketch_bits == 0
     assert policy(quantizer="int4_token_group", gate=gate).sketch_bits == 4
     assert policy(quantizer="int4_token_group", gate=gate, meter={"sketch_bits": 0}).sketch_bits == 0
-    assert policy(quantizer="int8_dither", gate=gate).sketch_bits == 0
+    assert policy(quantizer="int8_dither", gate=gate).sketch_bits == 4
+    assert parse_policy({"version": 1, "quantizer": PACKED, "gate": gate}, "p.yaml").sketch_bits == 0
+    assert policy(quantizer="int8_dither", gate=gate, meter={"tier": "dither"}).sketch_bits == 0
 
 
-def test_a_dithered_quantizer_needs_no_sketch() -> None:
-    assert policy(quantizer="int4_token_group", meter={"sketch_bits": 4}).meter.sketch_bits == 4
-    with pytest.raises(PolicyError, match=r"meter\.sketch_bits: is 2, but quantizer 'int8_dither' is dithered"):
-        policy(quantizer="int8_dither", meter={"sketch_bits": 2})
-    with pytest.raises(PolicyError, match=r"meter\.sketch_bits"):
-        policy(meter={"sketch_bits": 3})
+def test_sketches_and_the_law_of_a_dither_exclude_each_other() -> None:
+    assert policy(quantizer="int8_dither", meter={"sketch_bits": 2}).tier == "witness"
+    assert policy(quantizer="int8_dither").tier == "dither"
+    with pytest.raises(PolicyError, match=r"meter\.sketch_bits: is 2, but meter\.tier is 'dither'"):
+        policy(quantizer="int8_dither", meter={"sketch_bits": 2, "tier": "dither"})
+    with pytest.raises(PolicyError, match=r"meter\.sketch_bits: is 2, but the packed cache keeps no sketches"):
+        parse_policy({"version": 1, "quantizer": PACKED, "meter": {"sketch_bits": 2}}, "p.yaml")
 
 
 @pytest.mark.parametrize("kind", ["certified", "risk_ranked", "combined"])

@@ -88,7 +88,7 @@ class Runtime:
             audit_every=meter.audit_every,
             stored_prefill=policy.prefill_reads == "stored",
         )
-        self.uses_dither = quantizer.tier == "dither" and meter.tier != "witness"
+        self.uses_dither = policy.tier == "dither"
         self.budget = Budget(
             delta=meter.delta,
             num_layers=len(self.metered_layers),
