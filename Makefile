@@ -19,6 +19,7 @@ ADAPTER := adapters/sglang
 VLLM_ADAPTER := adapters/vllm
 PIP := -m pip install --disable-pip-version-check
 SOAK_SECONDS ?= 1800
+JOBS ?= 2
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 SOURCES := pyproject.toml demo/pyproject.toml $(ADAPTER)/pyproject.toml
 
@@ -27,13 +28,18 @@ export HF_HUB_OFFLINE := 1
 # Small tensors: a second thread costs more than it gives, and spins while another process needs the core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-full lint lean test-core test-kernels spills test-plugins test-eval test-sglang test-vllm \
+.PHONY: demo test all-suites test-full lint lean test-core test-kernels spills test-plugins test-eval test-sglang test-vllm \
 	soak bench-sglang bench-vllm static figures envs clean
 
 demo: $(ENVS)/sglang/.ready
 	@$(SGLANG)/python -m witcert_demo
 
-test: lint lean test-core test-kernels spills test-plugins test-eval test-sglang test-vllm
+# Two suites at a time: each needs one core. A suite's output comes when it ends; JOBS=1 shows it as it goes.
+test:
+	@$(MAKE) --no-print-directory -j$(JOBS) --output-sync=target all-suites
+
+# Longest first.
+all-suites: lint test-sglang test-vllm lean test-kernels test-core spills test-eval test-plugins
 
 # Every combination of the kernels' options: hours under the interpreter.
 test-full: test
