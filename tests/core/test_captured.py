@@ -70,6 +70,11 @@ def captured():
     return CapturedCells(LAYERS, max_rows=5, num_qo_heads=HEADS, device="cpu")
 
 
+def ledger_of():
+    policy = parse_policy({"version": 1, "quantizer": {"name": "none"}, "meter": {"stride": 1}})
+    return RequestLedger(policy, "test", num_layers=4, num_qo_heads=HEADS, layers_excluded={0: "x", 2: "x"})
+
+
 def graph_of(*launches):
     graph = FakeGraph()
     graph.capture(*launches)
@@ -104,8 +109,13 @@ def test_a_graph_captured_without_the_meter_is_unknown(captured):
     assert captured.acc[:, :2].isfinite().all()
     step = decode.replayed(graph_of())
     assert step.layers == {}
-    assert step.rows == []
-    assert step.unmetered == {(0, "graph"): 1, (1, "graph"): 1}
+    assert step.lost == dict.fromkeys(LAYERS, "graph")
+    ledger = ledger_of()
+    step.count(ledger, {0})
+    summary = ledger.summary("r0")
+    assert summary["rows_metered"] == summary["cells_measured"] == 0
+    assert summary["unknown_reasons"] == {"graph": 4 * HEADS}
+    assert ledger.summary("r1")["rows_seen"] == 0
 
 
 def test_a_launch_left_out_makes_its_layer_unknown(captured):
@@ -114,12 +124,16 @@ def test_a_launch_left_out_makes_its_layer_unknown(captured):
     decode.replayed(graph_of(*map(decode.launch, LAYERS)))
     step = decode.replayed(graph_of(decode.launch(LAYERS[1])))
     assert set(step.layers) == {LAYERS[1]}
-    policy = parse_policy({"version": 1, "quantizer": {"name": "none"}, "meter": {"stride": 1}})
-    ledger = RequestLedger(policy, "test", num_layers=4, num_qo_heads=HEADS, layers_excluded={0: "x", 2: "x"})
+    ledger = ledger_of()
     step.count(ledger, {0, 1})
     summary = ledger.summary("r0")
     assert summary["cells_measured"] == HEADS
-    assert summary["cells_unknown"] == 3 * HEADS
+    assert summary["unknown_reasons"] == {"graph": HEADS, "layer excluded from metering": 2 * HEADS}
+    # The next row is lost by the other layer: two rows were seen all the same.
+    decode.replayed(graph_of(decode.launch(LAYERS[0]))).count(ledger, {0, 1})
+    summary = ledger.summary("r0")
+    assert summary["rows_seen"] == 2
+    assert summary["unknown_reasons"]["graph"] == 2 * HEADS
     assert summary["cells_measured"] + summary["cells_unknown"] == summary["rows_seen"] * 4 * HEADS
 
 
@@ -135,9 +149,8 @@ def test_a_graph_of_another_batch_size_is_unknown(captured, other):
 def test_buffers_never_written_bound_nothing(captured):
     assert captured.acc.isinf().all()
     step = Decode(captured, rows=2)
-    captured.counters += 2 * HEADS  # someone counts without measuring
     captured.begin()
-    captured.counters += 2 * HEADS
+    captured.counters += 2 * HEADS  # someone counts without measuring
     cells = StepCells(["a", "b"], [MeteredRow(i, i, 3, 1, False) for i in range(step.rows)])
     captured.end(cells, [0.0, 0.0], "auto")
     assert all((batch.meter == 1).all() and batch.out_bound.isinf().all() for batch in cells.layers.values())

@@ -60,8 +60,10 @@ class Served:
         self.lens = [0, 0]
         self.exact = {x: torch.zeros(2, 70, HKV, D) for x in "kv"}
 
-    def step(self, new: Pass, **options: Any) -> tuple[StepCells, Tensor, Tensor]:
-        """One pass; returns its cells, the queries [N, HQ, D] and outputs [N, HQ, D]."""
+    def step(
+        self, new: Pass, through: Callable[[AttentionCall], Tensor] | None = None, **options: Any
+    ) -> tuple[StepCells, Tensor, Tensor]:
+        """One pass; returns its cells, the queries [N, HQ, D] and outputs [N, HQ, D]. through: in attention's place."""
         counts = [n for n, _ in new]
         total = sum(counts)
         q, k, v = (torch.randn(total, h, D, generator=self.gen) * 2 for h in (HQ, HKV, HKV))
@@ -88,7 +90,7 @@ class Served:
             reads_stored=torch.cat([torch.full((n,), stored) for n, stored in new]),
             **options,
         )
-        out = self.runtime.attend(call).view(total, HQ, D)
+        out = (through or self.runtime.attend)(call).view(total, HQ, D)
         step = self.runtime.end()
         assert step is not None
         return step, q, out

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from witcert_demo.servers import server_environment
 from witcert_sglang import support
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.policy import parse_policy
 from witcert_core.quantizers import REGISTRY
 
 pytestmark = pytest.mark.sglang
@@ -150,7 +152,6 @@ FINE = {name: allowed for name, (allowed, _) in support.REFUSED_OPTIONS.items()}
     "prefill_attention_backend": None,
     "decode_attention_backend": None,
     "device": "cpu",
-    "disable_cuda_graph": False,
 }
 
 
@@ -174,12 +175,40 @@ def test_plain_options_pass() -> None:
         ("kv_cache_dtype", "fp8_e4m3", "fp8_e4m3"),
         ("attention_backend", "fa3", "fa3"),
         ("decode_attention_backend", "flashinfer", "flashinfer"),
-        ("device", "cuda", "--disable-cuda-graph"),
+        ("enable_pdmux", True, "PD multiplexing"),
     ],
 )
 def test_options_refused_by_name(option: str, value: object, named: str) -> None:
     with pytest.raises(UnsupportedError, match=named):
         support.check_server(SimpleNamespace(**{**FINE, option: value}))
+
+
+PACKED = {"quantizer": {"name": "int8_dither", "storage": "packed"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "decode", "prefill", "options", "flag"),
+    [
+        (PACKED, "full", "disabled", {}, None),
+        (NONE, "disabled", "disabled", {}, None),
+        (NONE, "full", "disabled", {"device": "cpu"}, None),
+        (NONE, "full", "disabled", {}, "storage: packed.*--disable-cuda-graph"),
+        (PACKED, "full", "breakable", {}, "--disable-prefill-cuda-graph"),
+        (PACKED, "breakable", "disabled", {}, "--cuda-graph-backend-decode full"),
+        (PACKED, "disabled", "full", {}, "--disable-prefill-cuda-graph"),
+        ({**PACKED, "meter": {"audit_every": 4}}, "full", "disabled", {}, "audit_every"),
+        (PACKED, "full", "disabled", {"attention_backend": "torch_native"}, "--attention-backend triton"),
+        (PACKED, "full", "disabled", {"decode_attention_backend": "torch_native"}, "--attention-backend triton"),
+    ],
+)
+def test_graphs_are_metered_or_refused_with_the_flag_that_helps(
+    sections: dict[str, object], decode: str, prefill: str, options: dict[str, object], flag: str | None
+) -> None:
+    policy = parse_policy({"version": 1, **sections})
+    phases = SimpleNamespace(decode=SimpleNamespace(backend=decode), prefill=SimpleNamespace(backend=prefill))
+    on_gpu = {"device": "cuda", "attention_backend": "triton", "cuda_graph_config": phases}
+    with nullcontext() if flag is None else pytest.raises(UnsupportedError, match=flag):
+        support.check_graphs(policy, SimpleNamespace(**{**FINE, **on_gpu, **options}))
 
 
 def test_an_abort_on_several_ranks_is_refused() -> None:

@@ -112,6 +112,7 @@ class RequestState:
     repaired_blocks: int = 0
     repaired_bytes: int = 0
     unknown_reasons: Counter[str] = field(default_factory=Counter)
+    lost_cells: Counter[str] = field(default_factory=Counter)
     tier_cells: Counter[str] = field(default_factory=Counter)
     verdicts: Counter[CellStatus] = field(default_factory=Counter)
     audit: AuditCounts = field(default_factory=AuditCounts)
@@ -123,6 +124,7 @@ class RequestState:
         self._worst_form = torch.zeros(self.num_layers, self.num_heads, dtype=torch.int64)
         self._certified_by_layer = [0] * self.num_layers
         self._rows_by_layer = [0] * self.num_layers
+        self._lost_by_layer = [0] * self.num_layers
 
     def observe(
         self, cells: CellBatch, row: int, layer: int, step: int, position: int, tau: float
@@ -156,10 +158,21 @@ class RequestState:
         if delta_loc > 0:
             self.delta_spent = math.nextafter(self.delta_spent + delta_loc * meter.numel(), math.inf)
         self._rows_by_layer[layer] += 1
-        new_row = self._rows_by_layer[layer] > self.rows_metered
-        self.rows_metered += new_row
+        new_row = self._count_row(layer)
         audited, violations = self._audit(meter, floor, cells, row)
         return Observed(meter, certified, damaged, audited, violations, new_row)
+
+    def _count_row(self, layer: int) -> bool:
+        """Whether no other layer has seen, or lost, as many rows as `layer` now has."""
+        new_row = self._rows_by_layer[layer] + self._lost_by_layer[layer] > self.rows_metered
+        self.rows_metered += new_row
+        return new_row
+
+    def count_lost(self, layer: int, reason: str) -> None:
+        """A row of which `layer` was to be measured and was not, though other layers were."""
+        self.lost_cells[reason] += self.num_heads
+        self._lost_by_layer[layer] += 1
+        self._count_row(layer)
 
     def observe_beside(self, cells: CellBatch, row: int, tau: float) -> None:
         """Count the deterministic bounds of a row whose meter used the dither law."""

@@ -121,6 +121,11 @@ class RequestLedger:
         if self._jsonl is not None and self._policy.report.cells != "none":
             self._jsonl.write(unknown_record(request_id, rows, reason))
 
+    def count_lost(self, request_id: str, layer: int, reason: str) -> None:
+        """Count the cells of one row in `layer` that were to be measured and were not, though other layers were."""
+        self._check_layer(layer)
+        self._state(request_id).count_lost(layer, reason)
+
     def count_repair(self, request_id: str, blocks: int, nbytes: int) -> None:
         """Count exact blocks that the gate wrote back, and the bytes it moved for them."""
         state = self._state(request_id)
@@ -185,8 +190,9 @@ class RequestLedger:
         """Cells not measured, by reason; together with the measured ones, every cell of every row seen."""
         reasons = {reason: rows * self._cells_per_row for reason, rows in state.unknown_reasons.items()}
         excluded = state.rows_metered * self._excluded_cells_per_row
-        partly = state.rows_metered * self._cells_per_row - state.cells_measured - excluded
-        for reason, count in ((LAYER_NOT_METERED, excluded), (PARTLY_MEASURED, partly)):
+        lost = state.lost_cells
+        partly = state.rows_metered * self._cells_per_row - state.cells_measured - excluded - lost.total()
+        for reason, count in ((LAYER_NOT_METERED, excluded), *lost.items(), (PARTLY_MEASURED, partly)):
             if count > 0:
                 reasons[reason] = reasons.get(reason, 0) + count
         return reasons

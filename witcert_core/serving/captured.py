@@ -1,16 +1,17 @@
-"""Decode steps inside a captured graph: what its metered launches left in static buffers, and whether it is of now.
+"""What the metered launches of a captured graph left in static buffers, and whether it is of the step just replayed.
 
 Python does not run when a graph is replayed. So metered launches write accumulators into buffers that outlive the graph
-and add what they measured to a counter a layer, on the device; the host reads both after the replay. A layer whose
-counter did not advance by exactly the cells of this step is *unknown*, whatever lies in its buffer: a graph captured
-without the meter, or a launch left out, leaves the accumulators of an earlier step there.
+and add what they measured to a counter a layer, on the device. The counters are cleared before a replay and read after
+it: a layer whose counter is not exactly the cells of this step is *unknown*, whatever lies in its buffer. A graph
+captured without the meter, or a launch left out, leaves the accumulators of an earlier step there.
 
-Shapes: L metered layers, R rows of this step of at most RMAX, H query heads.
+Shapes: L metered layers, R rows of a batch of at most RMAX, H query heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,17 +19,28 @@ from torch import Tensor
 from witcert_core.errors import InputError
 from witcert_core.kernels.counters import MEASURED, advanced
 from witcert_core.layout import NUM_ACC_FIELDS
+from witcert_core.meter import CellBatch
 from witcert_core.serving.kernel_cells import kernel_cells, output_norm_down
+from witcert_core.serving.rows import MeteredRow
 from witcert_core.serving.step import StepCells
 
 REASON = "graph"
-"""Why rows of a replay that measured nothing are unknown."""
+"""Why cells of a replay that measured nothing are unknown."""
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What a captured launch keeps of its layer: window_left negative for no window."""
+
+    window_left: int = -1
+    has_sink: bool = False
 
 
 class CapturedCells:
-    """The static buffers of one process: acc [L, RMAX, H, 16] and norm [L, RMAX, H] float32, counters [L] int64.
+    """The static buffers of one process: acc [L, RMAX, H, 16] and norm [L, RMAX, H] float32, counters int64.
 
-    layers: global ids of the metered layers. Launches write the buffers of `index(layer)` and add R * H to its counter.
+    layers: global ids of the metered layers. Launches write the buffers of `index(layer)` and add R * H to
+    `counters[layer]`.
     """
 
     def __init__(self, layers: Sequence[int], max_rows: int, num_qo_heads: int, device: str | torch.device) -> None:
@@ -36,53 +48,70 @@ class CapturedCells:
         shape = (len(self.layers), max_rows, num_qo_heads)
         self.acc = torch.full((*shape, NUM_ACC_FIELDS), float("inf"), device=device)
         self.norm = torch.zeros(shape, device=device)
-        self.counters = torch.zeros(len(self.layers), dtype=torch.int64, device=device)
-        self._before: list[int] | None = None
+        self.counters = torch.zeros(max(self.layers, default=-1) + 1, dtype=torch.int64, device=device)
+        self.facts: dict[int, LayerFacts] = {}
+        self._begun = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.acc.nbytes + self.norm.nbytes + self.counters.nbytes
 
     def index(self, layer: int) -> int:
         """Which entry of the buffers belongs to a layer."""
         return self.layers.index(layer)
 
-    def record(self, layer: int, acc: Tensor, out: Tensor) -> None:
-        """A launch inside the graph: acc [R, H, 16] of its rows, out [R, H, Dv]. Device work only, no synchronisation.
+    def keep(self, layer: int, out: Tensor, facts: LayerFacts) -> None:
+        """Beside a launch that writes `acc[index]` and counts by itself: the norms of out [R, H, Dv]. Device work."""
+        self.norm[self.index(layer), : out.shape[0]].copy_(output_norm_down(out))
+        self.facts[layer] = facts
 
-        Kernels that write `acc[index]` and count by themselves need this for the norms only.
-        """
+    def record(self, layer: int, acc: Tensor, out: Tensor) -> None:
+        """A launch inside the graph: acc [R, H, 16] of its rows, out [R, H, Dv]. Device work only."""
         i, rows = self.index(layer), acc.shape[0]
         self.acc[i, :rows].copy_(acc)
-        self.norm[i, :rows].copy_(output_norm_down(out))
-        self.counters[i : i + 1].add_(rows * acc.shape[1])
+        self.counters[layer : layer + 1].add_(rows * acc.shape[1])
+        self.keep(layer, out, LayerFacts())
 
     def begin(self) -> None:
-        """A step is about to be replayed."""
-        self._before = self.counters.tolist()
+        """A metered step is about to be replayed. Device work only: nothing waits."""
+        self.counters.zero_()
+        self._begun = True
 
-    def end(self, step: StepCells, delta_loc: Sequence[float], form: str, has_sink: bool = False) -> None:
-        """Put what the replay measured of `step.rows`, in their order, into `step.layers`.
+    def read(
+        self, rows: Sequence[MeteredRow], delta_loc: Sequence[float], form: str, *, batch: int, padding: int = 0
+    ) -> dict[int, CellBatch]:
+        """The cells of `rows` in the layers that measured all `batch` rows of this step; waits for the device.
 
-        Layers that are not of this step are left out, so their cells are reported as unknown; if all are, the rows
-        count as unknown themselves.
+        `row.token` is a row's place in the batch. padding: rows beside the batch that belong to nobody; a layer with
+        a sink counts them, one without has nothing to see there.
         """
-        if self._before is None:
+        if not self._begun:
             raise InputError("a step ends that was not announced; call begin before the graph is replayed")
-        before, self._before = self._before, None
-        rows = len(step.rows)
-        if rows > self.acc.shape[1]:
-            raise InputError(f"{rows} rows to read from buffers of {self.acc.shape[1]}; capture with more")
-        expected = [rows * self.acc.shape[2]] * len(self.layers)
-        if rows == 0:
-            return
-        for i, (layer, status) in enumerate(zip(self.layers, advanced(before, self.counters, expected), strict=True)):
-            if status == MEASURED:
-                step.layers[layer] = kernel_cells(
-                    self.acc[i, :rows],
-                    self.norm[i, :rows],
-                    num_visible=[row.position + 1 for row in step.rows],
+        self._begun = False
+        if batch > self.acc.shape[1]:
+            raise InputError(f"{batch} rows to read from buffers of {self.acc.shape[1]}; capture with more")
+        facts = [self.facts.get(layer, LayerFacts()) for layer in self.layers]
+        expected = [(batch + padding * fact.has_sink) * self.acc.shape[2] for fact in facts]
+        counted = self.counters.tolist()
+        status = advanced([0] * len(self.layers), [counted[layer] for layer in self.layers], expected)
+        places = torch.tensor([row.token for row in rows], dtype=torch.int64, device=self.acc.device)
+        found = {}
+        for i, (layer, fact) in enumerate(zip(self.layers, facts, strict=True)):
+            if status[i] == MEASURED:
+                seen = [row.position + 1 for row in rows]
+                window = fact.window_left + 1 if fact.window_left >= 0 else None
+                found[layer] = kernel_cells(
+                    self.acc[i][places],
+                    self.norm[i][places],
+                    num_visible=seen if window is None else [min(n, window) for n in seen],
                     delta_loc=delta_loc,
                     form=form,
-                    has_sink=has_sink,
+                    has_sink=fact.has_sink,
                 )
-        if not step.layers:
-            for row in step.rows:
-                step.unmetered[row.request, REASON] += 1
-            step.rows.clear()
+        return found
+
+    def end(self, step: StepCells, delta_loc: Sequence[float], form: str, *, padding: int = 0) -> None:
+        """Put what the replay measured of all rows of a batch, `step.rows`, into `step`; the rest is lost."""
+        if step.rows:
+            step.layers |= self.read(step.rows, delta_loc, form, batch=len(step.rows), padding=padding)
+            step.lost |= dict.fromkeys(set(self.layers) - set(step.layers), REASON)

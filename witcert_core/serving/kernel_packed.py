@@ -83,8 +83,21 @@ class KernelPacked(PackedStorage):
             )
         self.head_ids = torch.tensor(geometry.kv_head_ids, dtype=torch.int32, device=geometry.device)
         self.row_bits = encoder.row_ids.to(torch.int32)
-        self.bypassed: dict[int, BypassedKeys] = {}
+        self.bypassed = self._bypassed(layers)
         self.groups: list[Group] | None = None  # of this pass: the same for all its layers
+
+    @staticmethod
+    def _bypassed(layers: Mapping[int, PackedLayer]) -> dict[int, BypassedKeys]:
+        """Where outlier channels will be noted. Allocated at once: a captured graph keeps the addresses."""
+        found = {}
+        for number, layer in layers.items():
+            if layer.k_bypass is not None:
+                heads, width = layer.k_bypass.shape[1:]
+                device = layer.k.device
+                channels = torch.zeros(heads, width, dtype=torch.int32, device=device)
+                keep = torch.ones(*layer.k.shape[1:], dtype=torch.uint8, device=device)
+                found[number] = BypassedKeys(channels, keep, layer.k_bypass[:, None])
+        return found
 
     def begin_pass(self, slots: Tensor, requests: Sequence[Tensor]) -> None:
         # The bits of a uint32; the runtime has just put this pass's row there.
@@ -181,7 +194,7 @@ class KernelPacked(PackedStorage):
             meter=bool(rows),
             delta_loc=delta,
             alibi_slopes=None,
-            **self._options(call),
+            **self.options(call),
         )
         return out, acc[group.local] if rows else acc
 
@@ -205,11 +218,11 @@ class KernelPacked(PackedStorage):
             max_kv_len=max(group.max_kv_len, 1),
             meter_rows=group.local[: len(rows)].to(torch.int32),
             delta_loc=spend_down(spent, device),
-            **self._options(call),
+            **self.options(call),
         )
         return out, acc
 
-    def _options(self, call: AttentionCall) -> dict[str, Any]:
+    def options(self, call: AttentionCall) -> dict[str, Any]:
         """What both kernels take alike."""
         layer = self.cache[call.layer]
         return {
@@ -235,6 +248,10 @@ class KernelPacked(PackedStorage):
     def _append(self, call: AttentionCall) -> None:
         """Codes, scales, witness and outliers of the call's tokens."""
         self._choose_channels(call)
+        self.append(call, call.slots)
+
+    def append(self, call: AttentionCall, slots: Tensor) -> None:
+        """The launch alone, into `slots` [N] (negative: nowhere). Device work only."""
         layer = self.cache[call.layer]
         append_int8(
             call.exact_k.contiguous(),
@@ -246,7 +263,7 @@ class KernelPacked(PackedStorage):
             layer=call.layer,
             head_ids=self.head_ids,
             dither_key=self.encoder.dither_key,
-            slot_mapping=call.slots.to(torch.int64),
+            slot_mapping=slots.to(torch.int64),
             witness=None if layer.k_witness is None else layer.k_witness[:, None],
             bypass=self.bypassed.get(call.layer),
         )
@@ -254,14 +271,14 @@ class KernelPacked(PackedStorage):
     def _choose_channels(self, call: AttentionCall) -> None:
         """The outlier channels of a layer, chosen from the first keys it sees."""
         layer = self.cache[call.layer]
-        if layer.k_bypass is None or call.layer in self.bypassed:
+        if layer.k_bypass is None or layer.channels is not None:
             return
         self.cache.to_encode(call.layer, call.exact_k)
         if layer.channels is None:
             raise UnsupportedError(f"layer {call.layer} keeps outliers but has chosen no channels for them")
-        keep = torch.ones(*layer.k.shape[1:], dtype=torch.uint8, device=layer.k.device).scatter(1, layer.channels, 0)
-        channels = layer.channels.to(torch.int32).contiguous()
-        self.bypassed[call.layer] = BypassedKeys(channels, keep, layer.k_bypass[:, None])
+        bypassed = self.bypassed[call.layer]
+        bypassed.keep.scatter_(1, layer.channels, 0)
+        bypassed.channels.copy_(layer.channels)
 
     def _cells(
         self,

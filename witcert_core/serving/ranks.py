@@ -46,21 +46,24 @@ class Ranks:
         if self.size == 1 or not step.rows:
             return step if self.reports else None
         parts: list[Any] | None = [None] * self.size if self.reports else None
-        dist.gather_object((step.layers, step.witness_layers, step.verdicts), parts, dst=self._root, group=self._group)
+        mine = (step.layers, step.witness_layers, step.verdicts, step.lost)
+        dist.gather_object(mine, parts, dst=self._root, group=self._group)
         if parts is None:
             return None
-        layers, witness_layers, verdicts = zip(*parts, strict=True)
+        layers, witness_layers, verdicts, lost = zip(*parts, strict=True)
         return replace(
             step,
             layers=all_heads(layers),
             witness_layers=all_heads(witness_layers),
             verdicts=[Verdict.joined(same) for same in zip(*verdicts, strict=True)],
+            lost=dict(item for part in lost for item in part.items()),
         )
 
 
 def all_heads(parts: Sequence[dict[int, CellBatch]]) -> dict[int, CellBatch]:
-    """The same rows of every layer with the heads of all ranks side by side."""
-    return {layer: side_by_side([part[layer] for part in parts]) for layer in parts[0]}
+    """The same rows with the heads of all ranks side by side, in every layer that all of them measured."""
+    common = [layer for layer in parts[0] if all(layer in part for part in parts)]
+    return {layer: side_by_side([part[layer] for part in parts]) for layer in common}
 
 
 def side_by_side(batches: Sequence[CellBatch]) -> CellBatch:

@@ -46,6 +46,7 @@ class StepCells:
     """All cells of one forward pass: per layer, R rows, in the order of `rows`.
 
     witness_layers: the same rows under the deterministic radii, when `layers` used the dither law.
+    lost: layers that should have measured these rows and did not, with the reason; their cells are unknown.
     verdicts: what a repairing gate did, one for each layer and request.
     """
 
@@ -55,6 +56,7 @@ class StepCells:
     witness_layers: dict[int, CellBatch] = field(default_factory=dict)
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
     verdicts: list[Verdict] = field(default_factory=list)
+    lost: dict[int, str] = field(default_factory=dict)
 
     def count(self, ledger: RequestLedger, committed: Collection[int]) -> dict[int, str]:
         """Count the rows of the committed requests, by index in the batch.
@@ -63,6 +65,9 @@ class StepCells:
         """
         for number, row in enumerate(self.rows):
             if row.request not in committed:
+                continue
+            if self.lost and not self.layers:
+                ledger.count_unknown(self.request_ids[row.request], 1, next(iter(self.lost.values())))
                 continue
             for layer, cells in self.layers.items():
                 ledger.observe(
@@ -75,6 +80,8 @@ class StepCells:
                     # A row beyond the declared ones was metered deterministically to begin with.
                     witness_cells=self.witness_layers.get(layer) if float(cells.delta_loc[number]) > 0 else None,
                 )
+            for layer, reason in self.lost.items():
+                ledger.count_lost(self.request_ids[row.request], layer, reason)
         for (index, reason), count in self.unmetered.items():
             if index in committed:
                 ledger.count_unknown(self.request_ids[index], count, reason)

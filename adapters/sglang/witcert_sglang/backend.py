@@ -1,4 +1,4 @@
-"""The metered attention backend: SGLang's own class with its two forward methods wrapped."""
+"""The metered attention backend: SGLang's own class with its two forward methods and its graph methods wrapped."""
 
 from __future__ import annotations
 
@@ -34,6 +34,21 @@ def metered(base: type[Any]) -> type[Any]:
             return self.witcert_runtime.attend_layer(
                 super().forward_extend, q, k, v, layer, forward_batch, save_kv_cache, False, kw
             )
+
+        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kw: Any) -> None:
+            """Buffers of our own launches; the stock ones would be of kernels that do not run."""
+            self.witcert_runtime.init_graphs(max_bs, max_num_tokens)
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            self.witcert_runtime.eager()
+            super().init_forward_metadata(forward_batch)
+
+        def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            """Before a capture, and before every replay. `forward_batch` is the padded batch, or a view of it."""
+            if in_capture:
+                self.witcert_runtime.begin_capture(forward_batch.batch_size)
+            else:
+                self.witcert_runtime.prepare_replay(forward_batch)
 
         def get_fused_kv_write_buffers(self, layer: Any, forward_batch: Any) -> None:
             """No fused writer: it would store keys the quantizer never saw."""

@@ -38,6 +38,7 @@ _SRT = "sglang.srt"
 _ATTENTION = f"{_SRT}.layers.attention"
 _FORWARD = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")
 _POOL = f"{_SRT}.mem_cache.memory_pool"
+_GRAPHS = f"{_SRT}.model_executor.runner"
 _QUANT = f"{_SRT}.layers.quantization.fp4_kv_cache_quant_method.KVCacheQuantMethodBase"
 _OPTIONS = (
     "model_path",
@@ -49,7 +50,7 @@ _OPTIONS = (
     "attention_backend",
     "prefill_attention_backend",
     "decode_attention_backend",
-    "disable_cuda_graph",
+    "cuda_graph_config",
     "disable_radix_cache",
     "page_size",
 )
@@ -65,6 +66,19 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Signature(f"{_ATTENTION}.triton_backend.TritonAttnBackend.forward_decode", _FORWARD),
     Signature(f"{_ATTENTION}.triton_backend.TritonAttnBackend.forward_extend", _FORWARD),
     Members(f"{_ATTENTION}.base_attn_backend.AttentionBackend", ("get_fused_kv_write_buffers",)),
+    Signature(f"{_ATTENTION}.triton_backend.TritonAttnBackend.init_forward_metadata", ("self", "forward_batch")),
+    Signature(
+        f"{_ATTENTION}.triton_backend.TritonAttnBackend.init_forward_metadata_out_graph",
+        ("self", "forward_batch", "in_capture"),
+    ),
+    Signature(
+        f"{_ATTENTION}.triton_backend.TritonAttnBackend.init_cuda_graph_state", ("self", "max_bs", "max_num_tokens")
+    ),
+    Members(f"{_ATTENTION}.triton_backend.TritonAttnBackend", ("get_cuda_graph_seq_len_fill_value",)),
+    Signature(f"{_GRAPHS}.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph", ("self", "forward_batch")),
+    Signature(f"{_GRAPHS}.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute", ("self", "forward_batch")),
+    Members(f"{_SRT}.model_executor.cuda_graph_config.CudaGraphConfig", ("decode", "prefill")),
+    Members(f"{_SRT}.model_executor.cuda_graph_config.PhaseConfig", ("backend",)),
     Members(
         f"{_SRT}.layers.radix_attention.RadixAttention",
         (
@@ -113,6 +127,7 @@ CONTRACT: tuple[Signature | Members, ...] = (
             "forward_mode",
             "rids",
             "seq_lens",
+            "seq_lens_cpu",
             "req_pool_indices",
             "out_cache_loc",
             "positions",
@@ -120,10 +135,21 @@ CONTRACT: tuple[Signature | Members, ...] = (
             "is_prefill_only",
         ),
     ),
-    Members(f"{_SRT}.model_executor.forward_batch_info.ForwardMode", ("is_decode", "is_idle")),
+    Members(
+        f"{_SRT}.model_executor.forward_batch_info.ForwardMode",
+        ("is_decode", "is_idle", "is_cuda_graph", "is_cpu_graph"),
+    ),
     Members(
         f"{_SRT}.model_executor.model_runner.ModelRunner",
-        ("token_to_kv_pool", "req_to_token_pool", "model_config", "model", "dtype"),
+        (
+            "token_to_kv_pool",
+            "req_to_token_pool",
+            "model_config",
+            "model",
+            "dtype",
+            "device",
+            "decode_cuda_graph_runner",
+        ),
     ),
     Members(f"{_SRT}.layers.logits_processor.LogitsProcessorOutput", ("auxiliary_device_output",)),
     Signature(f"{_SRT}.managers.auxiliary_output.append_auxiliary_output", ("current", "output")),

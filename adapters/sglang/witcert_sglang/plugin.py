@@ -102,6 +102,7 @@ class Installation:
         args = resolved_view(server_args)
         own = self.policy.meters_engine
         refuse_on_error(support.check_server, args, own)
+        refuse_on_error(support.check_graphs, self.policy, args)
         if own:
             refuse_on_error(support.check_engine_cache, self.policy.prefill_reads, args)
         refuse_on_error(support.check_gate, self.policy.repairs, self.policy.gate.on_exhausted, args)
@@ -158,7 +159,15 @@ class Installation:
                 found = rotary_modules(runner.model, self.policy.quantizer.layers_of(geometry.layers))
                 tables = rotary_tables(found, geometry.head_dim, runner.dtype, geometry.device)
             self.runtime = SglangRuntime(
-                self.policy, self.quantizer, geometry, pool, metrics, ranks, scales, tables
+                self.policy,
+                self.quantizer,
+                geometry,
+                pool,
+                metrics,
+                ranks,
+                scales,
+                tables,
+                runner.req_to_token_pool,
             )
         return self.runtime
 

@@ -16,11 +16,14 @@ from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder, Tables
 from witcert_core.serving.engine_cache import EngineCache
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.kernel_packed import packed_storage
+from witcert_core.serving.kernel_graph import CapturedDecode
+from witcert_core.serving.kernel_packed import KernelPacked, packed_storage
 from witcert_core.serving.ranks import Ranks
 from witcert_core.serving.rows import RequestPass
 from witcert_core.serving.runtime import Cache, Runtime
 from witcert_core.serving.simulated import SimulatedCache
+from witcert_core.serving.step import StepCells
+from witcert_sglang.graphs import DecodeGraphs, requests_on_device, will_replay
 from witcert_sglang.packed import packed_layers
 from witcert_sglang.pool import EnginePool, SlotPool
 from witcert_sglang.results import StepOutput, send_along
@@ -39,9 +42,15 @@ class SglangRuntime(Runtime):
         ranks: Ranks | None = None,
         scales: Mapping[int, tuple[float, float]] | None = None,
         tables: Tables | None = None,
+        requests: Any = None,
     ) -> None:
-        """scales: of a pool that SGLang quantizes itself, see `EnginePool`. tables: see `Encoder`."""
+        """scales: of a pool that SGLang quantizes itself, see `EnginePool`. tables: see `Encoder`.
+
+        requests: SGLang's `ReqToTokenPool`, which captured graphs take page tables from.
+        """
         self.pool = pool
+        self.requests = requests
+        self.graphs: DecodeGraphs | None = None
 
         def make_cache(encoder: Encoder) -> Cache:
             if policy.quantizer.storage == "packed":
@@ -57,6 +66,7 @@ class SglangRuntime(Runtime):
         found = super().status()
         if self.policy.meters_engine:
             found["pool_dtype"] = str(self.pool.dtype).removeprefix("torch.")
+        found["bytes_graphs"] = 0 if self.graphs is None else self.graphs.captured.nbytes
         return found
 
     def around_forward(
@@ -65,9 +75,16 @@ class SglangRuntime(Runtime):
         """Wraps `ModelRunner.forward`: plans the rows, lets the pass run, sends the cells along with its logits."""
         if forward_batch.forward_mode.is_idle() or not forward_batch.rids:
             return original(runner, forward_batch, *args, **kwargs)
-        self.begin(requests_of(forward_batch, runner.req_to_token_pool.req_to_token), forward_batch.out_cache_loc)
+        replays = self.graphs is not None and will_replay(runner, forward_batch)
+        if replays:
+            requests = requests_on_device(forward_batch)
+        else:
+            requests = requests_of(forward_batch, runner.req_to_token_pool.req_to_token)
+        self.begin(requests, forward_batch.out_cache_loc)
+        if replays and self.graphs is not None:
+            self.graphs.begin()
         output = original(runner, forward_batch, *args, **kwargs)
-        step = self.end()
+        step = self.end_replay() if replays else self.end()
         if output.logits_output is not None and step is not None:
             travelling = StepOutput(self, step)
             if forward_batch.is_prefill_only:  # scoring samples nothing, so nothing would send the step on its way
@@ -75,6 +92,45 @@ class SglangRuntime(Runtime):
             else:
                 output.logits_output.witcert_step = travelling
         return output
+
+    # Captured graphs --------------------------------------------------------------------------------------------
+
+    def init_graphs(self, max_bs: int, max_num_tokens: int) -> None:
+        """SGLang is about to capture graphs of up to `max_bs` requests."""
+        if not isinstance(self.cache, KernelPacked) or max_num_tokens != max_bs or self.requests is None:
+            raise UnsupportedError(
+                "captured graphs are metered for a packed pool read by kernels, one token a request; add "
+                "--disable-cuda-graph"
+            )
+        longest = self.requests.req_to_token.shape[1]
+        self.graphs = DecodeGraphs(CapturedDecode(self.cache, max_bs, longest, uses_dither=self.uses_dither))
+
+    def eager(self) -> None:
+        """Passes are not captured from here on."""
+        if self.graphs is not None:
+            self.graphs.captured.capturing = None
+
+    def begin_capture(self, rows: int) -> None:
+        self._live_graphs().captured.begin_capture(rows)
+
+    def prepare_replay(self, batch: Any) -> None:
+        deltas = [] if self.plan is None else self._deltas(self.plan)
+        self._live_graphs().prepare(batch, self.requests.req_to_token, self.plan, deltas)
+
+    def end_replay(self) -> StepCells | None:
+        """As `end`, for a pass in which the launches of a graph ran in place of Python."""
+        graphs = self._live_graphs()
+        padding = graphs.finish()
+        if self.step is not None and self.plan is not None:
+            deltas = self._deltas(self.plan)
+            graphs.captured.read(self.step, self.plan, deltas, self.policy.meter.form, padding=padding)
+        self.attention_calls = len(self.geometry.layers)  # `load` has seen that the graph holds them all
+        return self.end()
+
+    def _live_graphs(self) -> DecodeGraphs:
+        if self.graphs is None:
+            raise UnsupportedError("SGLang captures graphs without having said so; add --disable-cuda-graph")
+        return self.graphs
 
     def attend_layer(
         self,
@@ -89,7 +145,8 @@ class SglangRuntime(Runtime):
         kwargs: dict[str, Any],
     ) -> Tensor:
         """One call of the backend's `forward_decode` or `forward_extend`."""
-        if not self.in_pass:  # warm-up passes of the engine carry no requests
+        capturing = self.graphs is not None and self.graphs.captured.capturing is not None
+        if not self.in_pass and not capturing:  # warm-up passes of the engine carry no requests
             return attention(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         if k is None or v is None or not save_kv_cache:
             raise UnsupportedError(
@@ -106,24 +163,25 @@ class SglangRuntime(Runtime):
             k_in, v_in = (k, v) if own_k is None else (own_k, own_v)
             return attention(q, k_in, v_in, layer, forward_batch, save_kv_cache=True, **kwargs)
 
-        return self.attend(
-            AttentionCall(
-                layer=layer.layer_id,
-                q=q.reshape(-1, g.num_qo_heads, g.head_dim),
-                # Exact is what a plain pool would have held: rounding to its dtype is not the quantizer's doing, and
-                # must come first, or the dither's radius would miss it.
-                exact_k=k.reshape(-1, g.num_kv_heads, g.head_dim).to(g.pool_dtype),
-                exact_v=v.reshape(-1, g.num_kv_heads, g.v_head_dim).to(g.pool_dtype),
-                slots=forward_batch.out_cache_loc,
-                positions=forward_batch.positions,
-                sm_scale=layer.scaling,
-                run=run,
-                reads_stored=is_decode or self.policy.prefill_reads == "stored",
-                logits_soft_cap=layer.logit_cap,
-                window_left=layer.sliding_window_size,
-                sinks=kwargs.get("sinks"),
-            )
+        call = AttentionCall(
+            layer=layer.layer_id,
+            q=q.reshape(-1, g.num_qo_heads, g.head_dim),
+            # Exact is what a plain pool would have held: rounding to its dtype is not the quantizer's doing, and
+            # must come first, or the dither's radius would miss it.
+            exact_k=k.reshape(-1, g.num_kv_heads, g.head_dim).to(g.pool_dtype),
+            exact_v=v.reshape(-1, g.num_kv_heads, g.v_head_dim).to(g.pool_dtype),
+            slots=forward_batch.out_cache_loc,
+            positions=forward_batch.positions,
+            sm_scale=layer.scaling,
+            run=run,
+            reads_stored=is_decode or self.policy.prefill_reads == "stored",
+            logits_soft_cap=layer.logit_cap,
+            window_left=layer.sliding_window_size,
+            sinks=kwargs.get("sinks"),
         )
+        if capturing and self.graphs is not None and not self.in_pass:
+            return self.graphs.captured.attend(call)
+        return self.attend(call)
 
 
 def requests_of(batch: Any, req_to_token: Tensor) -> list[RequestPass]:

@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from witcert_core.closing import ClosingRule
 from witcert_core.errors import UnsupportedError
+from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
 
 SGLANG_RANGE = SpecifierSet("==0.5.23")
@@ -40,6 +41,7 @@ REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "is_embedding": (False, "embedding models: their passes sample nothing, so no request would be reported"),
     "enable_tf32_matmul": (False, "TF32 products: no radius covers their rounding"),
     "enable_two_batch_overlap": (False, "two-batch overlap: half-batches are not planned"),
+    "enable_pdmux": (False, "PD multiplexing: prefill and decode passes run at once, the meter knows one pass at a time"),
 }
 
 
@@ -93,10 +95,40 @@ def check_server(args: Any, own_cache: bool = False) -> None:
             raise UnsupportedError(
                 f"attention backend {backend!r} is not metered; use --attention-backend {' or '.join(BACKENDS)}"
             )
-    if args.device != "cpu" and not args.disable_cuda_graph:
-        raise UnsupportedError(
-            "CUDA graphs: replayed passes run no Python, so nothing would be measured; add --disable-cuda-graph"
-        )
+
+
+def check_graphs(policy: Policy, args: Any) -> None:
+    """Raise UnsupportedError for captured graphs but those of decode steps over a packed pool read by kernels."""
+    if args.device == "cpu":  # graphs there are torch.compile's, which is refused by its own name
+        return
+    decode, prefill = (getattr(args.cuda_graph_config, phase).backend for phase in ("decode", "prefill"))
+    if decode == prefill == "disabled":
+        return
+    backends = args.attention_backend, args.decode_attention_backend or args.attention_backend
+    for odd, what in (
+        (
+            policy.quantizer.storage != "packed" or backends != ("triton", "triton"),
+            "CUDA graphs: replayed passes run no Python, so nothing would be measured but with quantizer.storage: "
+            "packed and --attention-backend triton; add --disable-cuda-graph",
+        ),
+        (
+            prefill != "disabled",
+            f"prefill CUDA graphs ({prefill}): only decode steps are metered in a graph; add "
+            "--disable-prefill-cuda-graph, or --disable-cuda-graph for none at all",
+        ),
+        (
+            decode != "full",
+            f"decode CUDA graphs ({decode}): metered are those of --cuda-graph-backend-decode full; use that, or add "
+            "--disable-cuda-graph",
+        ),
+        (
+            policy.meter.audit_every > 0,
+            "CUDA graphs with meter.audit_every: an audit needs the queries, which stay in the graph; set it to 0, or "
+            "add --disable-cuda-graph",
+        ),
+    ):
+        if odd:
+            raise UnsupportedError(what)
 
 
 def check_engine_cache(prefill_reads: str, args: Any) -> None:

@@ -78,6 +78,7 @@ def decode_int8(
     repaired: RepairedPages | None = None,
     bypass: BypassedKeys | None = None,
     flag: Tensor | None = None,
+    unmetered: bool = True,
     counters: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -108,6 +109,8 @@ def decode_int8(
         repaired: pages that are exact; needs ``k_scale`` and ``v_scale`` of 1.
         bypass: K channels kept in 16 bit, in the dtype of the queries.
         flag: int32 ``[1]`` on the device, read by the kernels: 0 skips the meter (captured graphs).
+        unmetered: with a flag, also launch the form without the meter, which runs where the flag is 0; without it
+            nothing is done there.
         counters: int64 ``[layers]``; entry ``layer`` grows by the number of cells measured.
         out, lse, acc, workspace: preallocated results and scratch.
 
@@ -174,7 +177,7 @@ def decode_int8(
     if delta_loc is None:
         delta_loc = torch.zeros(rows, dtype=torch.float32, device=q.device)
     # With a flag both forms are launched, and each looks at the flag on the device.
-    runs = [(meter, 0)] if flag is None or not meter else [(True, 1), (False, 2)]
+    runs = [(meter, 0)] if flag is None or not meter else [(True, 1), (False, 2)][: 2 if unmetered else 1]
     for measured, run_if in runs:
         decode_int8_op(
             q,
