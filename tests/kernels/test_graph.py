@@ -33,7 +33,8 @@ class Graph:
         self.q, self.k, self.v = (torch.randn(ROWS, h, D) for h in (HQ, HKV, HKV))
         self.captured.begin_capture(ROWS)
         nowhere = torch.zeros(ROWS, dtype=torch.int64)
-        call = AttentionCall(LAYER, self.q, self.k, self.v, nowhere, nowhere, SCALE, lambda *_: nowhere, True, **options)
+        static = self.q, self.k, self.v, nowhere, nowhere
+        call = AttentionCall(LAYER, *static, SCALE, lambda *_: nowhere, True, **options)
         with Recorder() as self.graph:
             self.out = self.captured.attend(call)
 
@@ -93,8 +94,8 @@ def test_what_no_graph_can_hold_is_refused() -> None:
         CapturedDecode(cache, 4, 2**20, uses_dither=True)
     graph = Graph(ours)
     ours.step(PASSES[0])
+    graph.captured.captured[ROWS].clear()
     with pytest.raises(UnsupportedError, match="graph of 3 rows was captured with attention of layers"):
-        graph.captured.captured[ROWS].clear()
         ours.step(STEP, through=graph.replay)
     graph.captured.captured[ROWS].add(LAYER)
     graph.captured.max_kv_len = 5

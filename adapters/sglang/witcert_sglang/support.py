@@ -41,7 +41,7 @@ REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "is_embedding": (False, "embedding models: their passes sample nothing, so no request would be reported"),
     "enable_tf32_matmul": (False, "TF32 products: no radius covers their rounding"),
     "enable_two_batch_overlap": (False, "two-batch overlap: half-batches are not planned"),
-    "enable_pdmux": (False, "PD multiplexing: prefill and decode passes run at once, the meter knows one pass at a time"),
+    "enable_pdmux": (False, "PD multiplexing: prefill and decode passes run at once; the meter follows one pass"),
 }
 
 
