@@ -258,6 +258,7 @@ REFUSED = {
     "enable_unified_memory": ("unified memory pool",),
     "dllm_algorithm": ("diffusion models",),
     "enable_torch_compile": ("--enable-torch-compile",),
+    "enable_pdmux": ("--enable-pdmux",),
     "tokenizer_worker_num": ("several tokenizer processes",),
     "enable_two_batch_overlap": ("two-batch overlap",),
 }
