@@ -5,82 +5,54 @@ Writes bench/sglang/results.json and results.md. `--only SECTION` measures one s
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import os
-import platform
+import functools
 import sys
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import accuracy
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import answers
 import capacity
 import gates_offline
 import speed
-import torch
-from models import wide_model
-from report import markdown
-from witcert_demo.run import CHECKPOINT, build_twin
+from common import accuracy, report
+from common.models import Models
+from common.sections import Sections, main
 
-HERE = Path(__file__).parent
-Rows = list[dict[str, Any]]
+HEAD = "# SGLang on a CPU, measured\n\nWritten by `make bench-sglang`; the figures are in `results.json`."
+SHOWN = {
+    "capacity": (
+        "Tokens at equal memory, by SGLang's own account (head_dim 128; free memory differs between starts, so per GB)",
+        {**report.CAPACITY, "GB": lambda r: f"{r['gb']:.2f}"},
+    ),
+    **report.SECTIONS,
+    "gates": (
+        "What gates restore on the twin, % of all keys and values of a request (offline, target TV 0.2, blocks of 16)",
+        {
+            "quantizer": lambda r: r["quantizer"],
+            "gate": lambda r: r["gate"],
+            "right, %": lambda r: report.interval(r["right"]),
+            "minus exact": lambda r: report.interval(r["minus_exact"]),
+            "paged in, %": lambda r: report.interval(r["share"]),
+        },
+    ),
+}
 
 
-def sections(work: Path, per_task: int, num_tokens: int) -> dict[str, Callable[[], Rows]]:
-    """Name -> what measures it. Models are made when first needed."""
+def sections(work: Path, per_task: int, num_tokens: int) -> Sections:
+    models = Models(work)
+    asked = accuracy.samples(per_task, num_tokens)
 
-    def made(name: str, make: Callable[[Path], Path]) -> Path:
-        return work / name if (work / name).exists() else make(work / name)
-
-    def twin() -> Path:
-        return made("twin", build_twin)
-
-    def wide() -> Path:
-        return made("wide", wide_model)
+    def ask_all(model: Path) -> accuracy.AskAll:
+        return functools.partial(answers.ask_all, model, work)
 
     return {
-        "capacity": lambda: capacity.measure(wide(), work),
-        "speed": lambda: speed.measure(wide(), work, rounds=5),
-        "gates": lambda: gates_offline.measure(twin(), accuracy.samples(max(1, per_task // 2), num_tokens)),
-        "original": lambda: accuracy.on_the_original(CHECKPOINT, work, per_task, num_tokens),
-        "twin": lambda: accuracy.on_the_twin(twin(), work, per_task, num_tokens),
+        "capacity": lambda: capacity.measure(models.wide, work),
+        "speed": lambda: speed.measure(models.wide, work, rounds=5),
+        "gates": lambda: gates_offline.measure(models.twin, accuracy.samples(max(1, per_task // 2), num_tokens)),
+        "original": lambda: accuracy.on_the_original(ask_all(models.original), asked),
+        "twin": lambda: accuracy.on_the_twin(ask_all(models.twin), asked),
     }
 
 
-def main(only: list[str], per_task: int, num_tokens: int, out: Path) -> int:
-    torch.set_num_threads(1)
-    stored = out.with_suffix(".json")
-    results: dict[str, Any] = json.loads(stored.read_text()) if only and stored.exists() else {}
-    with tempfile.TemporaryDirectory(prefix="witcert-bench-") as scratch:
-        for name, measure in sections(Path(scratch), per_task, num_tokens).items():
-            if only and name not in only:
-                continue
-            begun, asked = time.monotonic(), f"--per-task {per_task} --num-tokens {num_tokens}"
-            rows = measure()
-            results[name] = {
-                "rows": rows,
-                "command": f"python bench/sglang/bench.py --only {name} {asked}",
-                "date": datetime.date.today().isoformat(),
-                "minutes": round((time.monotonic() - begun) / 60, 1),
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores, PyTorch {torch.__version__}",
-            }
-            stored.write_text(json.dumps(results, indent=1) + "\n")
-            out.write_text(markdown(results))
-            print(f"{name}: {results[name]['minutes']} min", flush=True)
-    print(out.read_text())
-    return 0
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ", ".join(sections(Path(), 1, 1))
-    parser.add_argument("--only", action="append", default=[], help=f"one of {names}; may be given again")
-    parser.add_argument("--per-task", type=int, default=8, help="questions of each of the three tasks (default 8)")
-    parser.add_argument("--num-tokens", type=int, default=256, help="length of a prompt (default 256)")
-    parser.add_argument("--out", type=Path, default=HERE / "results.md")
-    options = parser.parse_args()
-    sys.exit(main(options.only, options.per_task, options.num_tokens, options.out))
+    sys.exit(main("bench/sglang/bench.py", __doc__, HEAD, SHOWN, sections))

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from models import KV_HEADS, LAYERS
+from common.models import KV_HEADS, LAYERS, PACKED
 from witcert_demo.servers import running_server
-
-from witcert_core.layout import KVLayout
 
 SIZES = re.compile(r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB")
 
@@ -38,9 +36,8 @@ def tokens_per_gb(
 def measure(model: Path, work: Path) -> list[dict[str, Any]]:
     """One row a cache; `ratio` against bfloat16, `by_layout` what the bytes say."""
     rows = [{"cache": "bf16", "by_layout": 1.0, **tokens_per_gb(model, work, "bf16", None, "bf16")}]
-    for name in ("int8_dither", "int8_dither_w", "int8_dither_bypass"):
+    for name, layout in PACKED.items():
         policy = {"quantizer": {"name": name, "storage": "packed"}}
-        layout = KVLayout(128, stored_witness=name.endswith("_w"), bypass_pairs=4 if name.endswith("bypass") else 0)
         beside = sum(layout.fields().get(field, (0, 0))[1] for field in ("k_witness", "k_bypass"))
         found = tokens_per_gb(model, work, name, policy, "auto", beside * LAYERS * KV_HEADS)
         rows.append({"cache": f"{name}, packed", "by_layout": layout.capacity_ratio(), **found})
