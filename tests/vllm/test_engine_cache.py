@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from conftest import samples_of_each_task
 from engine import in_own_process, running_engine
 from readback import compared_outputs
+from vllm.config.cache import CacheDType
 from witcert_demo.tasks import Sample
 from witcert_vllm import backends, support
 
@@ -69,6 +71,18 @@ def test_int8_per_token_head(checkpoint: Path, tmp_path: Path, samples: list[Sam
     assert 1e-4 < answer["summary"]["audit"]["tv_max"] <= answer["summary"]["worst"]["meter"]
 
 
+def test_every_cache_vllm_has_is_metered_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TurboQuant too, whose backend needs a GPU: vLLM itself would take its name here and store something else."""
+    monkeypatch.setitem(backends.STOCK, "CPU_ATTN", "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend")
+    for dtype in support.READ_BACK:
+        support.check_engine_cache(dtype, torch.float32, "stored", "cpu")
+    others = set(get_args(CacheDType)) - set(support.READ_BACK)
+    assert "turboquant_k8v4" in others
+    for dtype in others:
+        with pytest.raises(UnsupportedError, match=f"--kv-cache-dtype {dtype} "):
+            support.check_engine_cache(dtype, torch.float32, "stored", "cpu")
+
+
 def test_caches_that_cannot_be_read_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backends.STOCK, "CPU_ATTN", "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend")
     support.check_engine_cache("fp8", torch.float32, "stored", "cpu")
@@ -77,6 +91,9 @@ def test_caches_that_cannot_be_read_back_are_refused(monkeypatch: pytest.MonkeyP
         (("fp8", torch.bfloat16, "stored", "cuda"), "cuda"),
         (("fp8", torch.float32, "chunk_exact", "cpu"), "prefill_reads"),
         (("int8_per_token_head", torch.float32, "stored", "cpu"), "CPU_ATTN"),
+        (("turboquant_k8v4", torch.float16, "stored", "cpu"), "turboquant_k8v4.*TURBOQUANT backend.*GPU"),
+        (("turboquant_3bit_nc", torch.float16, "stored", "cuda"), "turboquant_3bit_nc.*fp8_e4m3"),
+        (("int4_per_token_head", torch.float32, "stored", "cpu"), "int4_per_token_head.*not known"),
     ):
         with pytest.raises(UnsupportedError, match=named):
             support.check_engine_cache(*arguments)

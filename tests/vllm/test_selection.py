@@ -29,12 +29,16 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backend
 from vllm.v1.attention.selector import AttentionSelectorConfig
 import witcert_vllm
 witcert_vllm.load()
+from vllm.v1.attention.backends.registry import register_backend
+register_backend(Backend.CUSTOM, "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend")  # after ours
+from witcert_vllm import backends, support
+backends.take_over(support.BACKENDS)
 from vllm.platforms import cuda
 chosen = {}
 for capability in ((8, 0), (9, 0), (10, 0)):
     cuda.CudaPlatformBase.get_device_capability = classmethod(
         lambda cls, device_id=0, found=capability: DeviceCapability(*found))
-    for wanted in (None, Backend.TRITON_ATTN, Backend.FLEX_ATTENTION):
+    for wanted in (None, Backend.TRITON_ATTN, Backend.CUSTOM, Backend.FLEX_ATTENTION):
         config = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
         try:
             path = cuda.CudaPlatformBase.get_attn_backend_cls(wanted, config)
@@ -64,7 +68,8 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_every_backend_vllm_chooses_by_itself_is_metered(chosen: dict[str, str]) -> None:
     for capability in (8, 9, 10):
         assert chosen[f"{capability} None"].startswith("witcert_vllm.backends."), chosen
-        assert chosen[f"{capability} TRITON_ATTN"] == "witcert_vllm.backends.TRITON_ATTN"
+        for name in ("TRITON_ATTN", "CUSTOM"):
+            assert chosen[f"{capability} {name}"] == f"witcert_vllm.backends.{name}"
 
 
 def test_others_stay_what_they_were_and_are_refused_later(chosen: dict[str, str]) -> None:

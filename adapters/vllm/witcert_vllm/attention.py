@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 
+from witcert_core.errors import UnsupportedError
 from witcert_vllm import process
 
 # The CPU kernel's layouts that `pool.CpuPool` can read; AMX tiles interleave pairs of channels.
 READABLE_ISA = ("vec", "vec16")
+
+
+WRITE = ("self", "layer", "key", "value", "kv_cache", "slot_mapping")
+FORWARD = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+BUILD = ("self", "common_prefix_len", "common_attn_metadata")
+
+
+def check_contract(name: str, base: Any) -> None:
+    """Raise UnsupportedError for a backend class that cannot be wrapped; `name` of the enum member it stands for."""
+    described = f"attention backend {name} ({base.__module__}.{base.__qualname__})"
+    if not (isinstance(base, type) and issubclass(base, AttentionBackend)):
+        raise UnsupportedError(f"{described} is no AttentionBackend of vLLM's, so it cannot be metered")
+    impl, builder = base.get_impl_cls(), base.get_builder_cls()
+    if not issubclass(impl, AttentionImpl):
+        raise UnsupportedError(f"{described} attends with {impl.__name__}, which is no AttentionImpl of vLLM's")
+    wanted = [(impl.forward, FORWARD), (builder.build, BUILD)]
+    if not base.forward_includes_kv_cache_update:
+        wanted.append((getattr(impl, "do_kv_cache_update", None), WRITE))
+    for function, expected in wanted:
+        has = () if function is None else tuple(inspect.signature(function).parameters)
+        if has[: len(expected)] != expected:
+            what = "do_kv_cache_update" if function is None else function.__qualname__
+            raise UnsupportedError(
+                f"{described}: {what} takes ({', '.join(has)}), and vLLM passes ({', '.join(expected)}, ...); it "
+                "cannot be metered like that"
+            )
 
 
 @functools.cache
@@ -37,6 +66,19 @@ def metered(base: type[Any], own_pages: bool = False) -> type[Any]:
 
     class Impl(impl_base):  # type: ignore[misc]
         witcert_metered = True
+
+        # Fused with RoPE the write would not come by; with a quantized output a repaired row would miss its scale.
+        def fused_rope_kvcache_supported(self) -> bool:
+            return False
+
+        def fused_qk_norm_rope_kvcache_supported(self) -> bool:
+            return False
+
+        def fused_qk_norm_mrope_kvcache_supported(self) -> bool:
+            return False
+
+        def fused_output_quant_supported(self, quant_key: Any) -> bool:
+            return False
 
         def do_kv_cache_update(
             self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

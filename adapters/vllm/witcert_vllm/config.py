@@ -10,7 +10,7 @@ from vllm.config.kv_transfer import KVTransferConfig
 from witcert_core.errors import WitCertError
 from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.report.jsonl import JsonlWriter
-from witcert_vllm import support
+from witcert_vllm import backends, support
 from witcert_vllm.plugin import Installation, current
 
 T = TypeVar("T")
@@ -25,6 +25,7 @@ def around_create_engine_config(original: Callable[..., Any], args: Any, *rest: 
 
 def _create(installation: Installation, original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
     policy = installation.policy
+    backends.take_over(support.BACKENDS)
     support.check_engine_args(args)
     if not has_own(args.kv_transfer_config):
         support.check_connector(args.kv_transfer_config, policy)

@@ -11,32 +11,30 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 
 from witcert_vllm import support
+from witcert_vllm.attention import BUILD, FORWARD, WRITE
 from witcert_vllm.plugin import wrapped_functions
 
 _V1 = "vllm.v1"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1"
-_FORWARD = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale")
+_FORWARD = (*FORWARD, "output_scale")
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_V1}.worker.gpu_model_runner.GPUModelRunner._prepare_inputs": ("self", "scheduler_output"),
     f"{_V1}.worker.gpu.model_runner.GPUModelRunner.prepare_attn": ("self", "input_batch"),
     f"{_V1}.attention.backends.registry.register_backend": ("backend", "class_path"),
-    f"{_V1}.attention.backend.AttentionMetadataBuilder.build": (
-        "self",
-        "common_prefix_len",
-        "common_attn_metadata",
-        "fast_build",
-    ),
+    f"{_V1}.attention.backend.AttentionMetadataBuilder.build": (*BUILD, "fast_build"),
     f"{_V1}.attention.backends.cpu_attn.CPUAttentionBackendImpl.forward": _FORWARD,
-    f"{_V1}.attention.backends.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update": (
-        "self",
-        "layer",
-        "key",
-        "value",
-        "kv_cache",
-        "slot_mapping",
-    ),
+    f"{_V1}.attention.backends.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update": WRITE,
     f"{_V1}.attention.backends.triton_attn.TritonAttentionImpl.forward": _FORWARD,
+    **{
+        f"{_V1}.attention.backend.AttentionImpl.{name}": parameters
+        for name, parameters in (
+            ("fused_rope_kvcache_supported", ("self",)),
+            ("fused_qk_norm_rope_kvcache_supported", ("self",)),
+            ("fused_qk_norm_mrope_kvcache_supported", ("self",)),
+            ("fused_output_quant_supported", ("self", "quant_key")),
+        )
+    },
     f"{_V1}.core.sched.scheduler.Scheduler.update_from_output": ("self", "scheduler_output", "model_runner_output"),
     f"{_V1}.core.sched.scheduler.Scheduler.finish_requests": ("self", "request_ids", "finished_status"),
     f"{_V1}.worker.gpu_worker.Worker.initialize_from_config": ("self", "kv_cache_config"),

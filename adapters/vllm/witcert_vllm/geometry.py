@@ -8,6 +8,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from witcert_core.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
+from witcert_vllm.backends import described
 
 
 def layer_ids(names: list[str]) -> dict[str, int]:
@@ -31,7 +32,7 @@ def read_geometry(vllm_config: Any, layers: dict[str, Any], num_slots: int, rank
     local = first.num_kv_heads
     first_head = rank * local if total >= num_ranks else rank * total // num_ranks
     return Geometry(
-        backend=first.attn_backend.get_name(),
+        backend=described(first.attn_backend.get_name()),
         total_qo_heads=total_qo_heads(vllm_config),
         layers=tuple(sorted(layer_ids(list(layers)).values())),
         num_qo_heads=first.num_heads,

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy import Policy, load_policy
 from witcert_core.quantizers.base import Quantizer
@@ -110,10 +108,6 @@ def install(policy_path: str) -> None:
     policy = load_policy(policy_path)
     quantizer = policy.build_quantizer()
     _current = Installation(policy, quantizer)
-    for name in support.BACKENDS:
-        member = AttentionBackendEnum[name]
-        if not member.get_path().startswith(backends.__name__):
-            backends.STOCK[name] = member.get_path()
-            register_backend(member, f"{backends.__name__}.{name}")
+    backends.take_over(support.BACKENDS)
     for item in wrapped_functions():
         wrap(item)

@@ -64,6 +64,7 @@ def check_layout(
     v_shape: tuple[int, int],
     dtype: torch.dtype,
     tolerance: float = 0.0,
+    backend: str = "vLLM",
 ) -> None:
     """Write a pattern through vLLM, read it back through the pool, and put the first two blocks back as they were.
 
@@ -85,6 +86,7 @@ def check_layout(
     for found, written in zip(read, (k, v), strict=True):
         if not float((found.float() - written.float()).abs().max()) <= tolerance * float(written.float().abs().max()):
             raise UnsupportedError(
-                "vLLM's cache does not give back what was written to it in the layout the meter knows; install the "
-                "vLLM version that docs/limits.md names, or unset WITCERT_POLICY to serve without a meter"
+                f"the cache of attention backend {backend} does not give back what was written to it in the layout the "
+                "meter knows; install the vLLM version that docs/limits.md names, choose another "
+                "--attention-backend, or unset WITCERT_POLICY to serve without a meter"
             )

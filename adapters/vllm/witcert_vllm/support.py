@@ -18,9 +18,12 @@ from witcert_core.errors import UnsupportedError
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_vllm import backends
+from witcert_vllm.engine_pool import FLOAT8, PER_TOKEN_HEAD
 
 VLLM_RANGE = SpecifierSet("==0.32.0")
-BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "CUSTOM")
+READ_BACK = (*FLOAT8, *PER_TOKEN_HEAD)
+"""Values of `--kv-cache-dtype` whose cache is metered under `quantizer.name: engine`."""
 HEAD_DIMS = range(16, 257, 16)
 WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "witcert_vllm.cpu_worker.MeteredCPUWorker",
@@ -178,6 +181,17 @@ def check_engine_cache(cache_dtype: str, model_dtype: torch.dtype, prefill_reads
         raise UnsupportedError(
             f"quantizer.name: engine, but --kv-cache-dtype {cache_dtype} quantizes nothing; start the server with the "
             "--kv-cache-dtype to be metered"
+        )
+    if cache_dtype not in READ_BACK:
+        why = "what attention reads of it is not known"
+        if cache_dtype.startswith("turboquant"):
+            why = (
+                "vLLM's TURBOQUANT backend, which alone reads it, needs a GPU, and its chunks read some of their own "
+                "keys exactly and some as stored; on a CPU vLLM takes the name and stores something else"
+            )
+        raise UnsupportedError(
+            f"--kv-cache-dtype {cache_dtype} cannot be metered: {why}; use one of {', '.join(READ_BACK)}, or unset "
+            "WITCERT_POLICY"
         )
     if device != "cpu":
         raise UnsupportedError(

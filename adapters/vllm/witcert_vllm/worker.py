@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
+from witcert_core.errors import UnsupportedError
 from witcert_core.serving.banner import banner
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.engine_cache import EngineCache
@@ -17,7 +18,7 @@ from witcert_core.serving.packed import PackedStorage
 from witcert_core.serving.rotary import rotary_tables
 from witcert_core.serving.runtime import Cache
 from witcert_core.serving.simulated import SimulatedCache
-from witcert_vllm import process, support
+from witcert_vllm import backends, process, support
 from witcert_vllm.engine_pool import engine_pool
 from witcert_vllm.geometry import layer_ids, read_geometry
 from witcert_vllm.packed import layout_of, packed_layer
@@ -34,6 +35,7 @@ class MeteredWorker(WorkerBase):
 
     def init_device(self) -> None:
         process.set_runtime(None)
+        backends.take_over(support.BACKENDS)
         super().init_device()
         name_requests(self.model_runner)
 
@@ -119,7 +121,7 @@ def page_pool(layers: dict[str, Any], ids: dict[str, int], block_size: int) -> P
     """The pool over the caches of all layers."""
 
     def views(layer: Any) -> Any:
-        if layer.attn_backend.get_name() == "CPU_ATTN":
+        if hasattr(layer, "isa"):  # set by the builder of CPU_ATTN, and so by what is derived from it
             return cpu_views(layer.kv_cache, layer.head_size, layer.isa)
         return plain_views(layer.kv_cache, layer.head_size)
 
@@ -131,11 +133,18 @@ def check_layouts(
 ) -> None:
     """`check_layout` for every layer whose backend writes the cache apart from its forward pass."""
     for name, layer in layers.items():
-        if layer.attn_backend.forward_includes_kv_cache_update:
-            continue
+        backend = layer.attn_backend
+        if backend.forward_includes_kv_cache_update:
+            if backends.is_stock(backend.get_name()):
+                continue
+            raise UnsupportedError(
+                f"attention backend {backends.described(backend.get_name())} writes its cache inside forward, so its "
+                "layout cannot be checked at start; write it in do_kv_cache_update, or unset WITCERT_POLICY"
+            )
 
         def update(k: Any, v: Any, slots: Any, layer: Any = layer) -> None:
             layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
 
         shapes = (layer.num_kv_heads, layer.head_size), (layer.num_kv_heads, layer.head_size_v)
-        check_layout(pool, ids[name], layer.kv_cache, update, *shapes, dtype, tolerance)
+        described = backends.described(backend.get_name())
+        check_layout(pool, ids[name], layer.kv_cache, update, *shapes, dtype, tolerance, described)
