@@ -19,11 +19,16 @@ MAX_TRACKED_REQUESTS = 65536
 
 @dataclass(frozen=True)
 class RequestPass:
-    """One request in a pass: slots [S] int64 of all its tokens in order of position, its `new_tokens` last ones new."""
+    """One request in a pass: slots [S] int64 of all its tokens in order of position, its `new_tokens` last ones new.
+
+    prefilling: whether the new tokens are of its prompt. Where an engine does not say, a single token after others is
+    taken for a generated one.
+    """
 
     request_id: str
     slots: Tensor
     new_tokens: int
+    prefilling: bool | None = None
 
 
 @dataclass
@@ -112,7 +117,7 @@ class RowPlanner:
             new = request.new_tokens
             prefix = request.slots.numel() - new
             counts = self.request(request.request_id)
-            if new == 1 and prefix > 0:
+            if new == 1 and prefix > 0 and not request.prefilling:
                 wanted = [0] if counts.decode_rows % self.stride == 0 else []
                 counts.decode_rows += 1
                 if not wanted:
