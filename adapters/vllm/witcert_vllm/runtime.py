@@ -106,6 +106,9 @@ def requests_of(request_ids: Sequence[str], metadata: Any, starts: Sequence[int]
 
     Block b holds the slots from b * block_size on.
     """
+    prefilling: Sequence[bool | None] = [None] * len(request_ids)
+    if metadata.is_prefilling is not None:
+        prefilling = metadata.is_prefilling[: len(request_ids)].tolist()
     lengths = metadata.seq_lens[: len(request_ids)].tolist()
     tables = metadata.block_table_tensor[: len(request_ids)].to(torch.int64)
     inside = torch.arange(block_size, device=tables.device)
@@ -114,5 +117,5 @@ def requests_of(request_ids: Sequence[str], metadata: Any, starts: Sequence[int]
         length = int(lengths[i])
         blocks = tables[i, : -(-length // block_size)]
         slots = (blocks[:, None] * block_size + inside).flatten()[:length]
-        passes.append(RequestPass(rid, slots, starts[i + 1] - starts[i]))
+        passes.append(RequestPass(rid, slots, starts[i + 1] - starts[i], prefilling[i]))
     return passes
