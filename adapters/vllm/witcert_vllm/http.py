@@ -35,7 +35,7 @@ class MainState:
         if request_id in self.summaries:
             return [self.summaries[request_id]]
         # An answer to several prompts has one id; its prompts are numbered after it.
-        numbered = [self.choices.get(f"{request_id}-{i}") for i in range(64)]
+        numbered = [self.choices.get(f"{request_id}-{i}") for i in range(KEPT_SUMMARIES)]
         found = [self.choices.get(request_id), *numbered]
         return [choices[i] for choices in found if choices is not None for i in sorted(choices)]
 

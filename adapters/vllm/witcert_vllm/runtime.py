@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,19 +30,28 @@ class VllmRuntime(Runtime):
         if metadata.causal is not True or metadata.mm_req_doc_ranges is not None:
             raise UnsupportedError("a pass attends bidirectionally, which the meter does not follow")
         starts = metadata.query_start_loc_cpu[: len(request_ids) + 1].tolist()
-        requests = requests_of(request_ids, metadata, starts, self.block_size)
+        lengths = metadata.seq_lens[: len(request_ids)].tolist()
+        new = [end - begin for begin, end in pairwise(starts)]
+        slots = slots_of(metadata.block_table_tensor[: len(request_ids)], max(lengths), self.block_size)
         self.out_slots = metadata.slot_mapping[: starts[-1]].to(torch.int64)
-        new = torch.cat([r.slots[r.slots.numel() - r.new_tokens :] for r in requests])
-        if not torch.equal(new, self.out_slots):
+        # Of each new token: its request, and what lies between its place in the pass and in the request.
+        ahead = [length - end for length, end in zip(lengths, starts[1:], strict=True)]
+        facts = torch.tensor([list(range(len(new))), ahead], device=self.out_slots.device)
+        request, offset = facts.repeat_interleave(torch.tensor(new, device=facts.device), 1)
+        self.positions = torch.arange(starts[-1], device=facts.device) + offset
+        if not torch.equal(slots[request, self.positions], self.out_slots):
             raise UnsupportedError(
                 "the slots vLLM writes are not the last ones of its block tables, so the meter would read others; "
                 "install the vLLM version that docs/limits.md names, or unset WITCERT_POLICY"
             )
-        self.positions = torch.cat(
-            [torch.arange(r.slots.numel() - r.new_tokens, r.slots.numel()) for r in requests]
-        ).to(self.out_slots.device)
-        self.stored = self._reads_stored(metadata.is_prefilling, [r.new_tokens for r in requests])
-        self.begin(requests, self.out_slots)
+        self.stored = self._reads_stored(metadata.is_prefilling, new)
+        prefilling: Sequence[bool | None] = [None] * len(new)
+        if metadata.is_prefilling is not None:
+            prefilling = metadata.is_prefilling[: len(new)].tolist()
+        self.begin(
+            [RequestPass(rid, slots[i, : lengths[i]], new[i], prefilling[i]) for i, rid in enumerate(request_ids)],
+            self.out_slots,
+        )
 
     def _reads_stored(self, is_prefilling: Tensor | None, new_tokens: list[int]) -> Tensor:
         """[N] bool: which new tokens read their quantized selves. A chunk's last single token is no decode row."""
@@ -101,21 +111,10 @@ class VllmRuntime(Runtime):
         )
 
 
-def requests_of(request_ids: Sequence[str], metadata: Any, starts: Sequence[int], block_size: int) -> list[RequestPass]:
-    """The requests of a pass; `starts` [requests + 1] in the flat query tensor.
+def slots_of(tables: Tensor, longest: int, block_size: int) -> Tensor:
+    """The slots [R, >= longest] int64 of requests by position, from their block tables [R, BLOCKS].
 
     Block b holds the slots from b * block_size on.
     """
-    prefilling: Sequence[bool | None] = [None] * len(request_ids)
-    if metadata.is_prefilling is not None:
-        prefilling = metadata.is_prefilling[: len(request_ids)].tolist()
-    lengths = metadata.seq_lens[: len(request_ids)].tolist()
-    tables = metadata.block_table_tensor[: len(request_ids)].to(torch.int64)
-    inside = torch.arange(block_size, device=tables.device)
-    passes = []
-    for i, rid in enumerate(request_ids):
-        length = int(lengths[i])
-        blocks = tables[i, : -(-length // block_size)]
-        slots = (blocks[:, None] * block_size + inside).flatten()[:length]
-        passes.append(RequestPass(rid, slots, starts[i + 1] - starts[i], prefilling[i]))
-    return passes
+    blocks = tables[:, : -(-longest // block_size)].to(torch.int64)
+    return (blocks[:, :, None] * block_size + torch.arange(block_size, device=tables.device)).flatten(1)
