@@ -1,6 +1,7 @@
-"""The measured tables and sentences of README and docs, rendered from ``docs/figures/*.json`` and nothing else.
+"""The measured tables and sentences of README and docs, rendered from results and nothing else.
 
-A page holds a block between ``<!-- figures: NAME -->`` and ``<!-- end of NAME -->``.
+The results are ``docs/figures/*.json`` and what the engines' benchmarks leave in ``bench/*/results.json``. A page holds
+a block between ``<!-- figures: NAME -->`` and ``<!-- end of NAME -->``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ FIGURES = ROOT / "docs" / "figures"
 BYTES_16_BIT = 512  # K and V of a token and KV head at head_dim 128
 LEAST_TV_SHOWN = 1e-3
 RESULTS = ("capacity", "coverage", "layers", "ruler", "smoke", "trust")
+ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 _BLOCK = re.compile(r"<!-- figures: (\w+) -->\n(.*?)<!-- end of \1 -->", re.S)
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -33,7 +35,9 @@ Results = Mapping[str, Mapping[str, Any]]
 
 def read_results() -> dict[str, dict[str, Any]]:
     """All results; FileNotFoundError names one that was never made."""
-    return {name: json.loads((FIGURES / f"{name}.json").read_text()) for name in RESULTS}
+    files = {name: FIGURES / f"{name}.json" for name in RESULTS}
+    files |= {name: ROOT / "bench" / name / "results.json" for name in ENGINES}
+    return {name: json.loads(path.read_text()) for name, path in files.items()}
 
 
 def render(results: Results) -> dict[str, str]:
@@ -41,6 +45,7 @@ def render(results: Results) -> dict[str, str]:
     return {
         "capacity": capacity_block(results["capacity"]),
         "coverage": coverage_block(results["coverage"]),
+        "engines": engines_block(results),
         "layers": layers_block(results["layers"]),
         "readme": readme_block(results),
         "ruler": ruler_block(results["ruler"]),
@@ -75,6 +80,21 @@ def capacity_block(found: Mapping[str, Any]) -> str:
     return markdown_table(columns, rows)
 
 
+def engines_block(results: Results) -> str:
+    """What SGLang and vLLM said of their own capacity, and speed against the same engine without the meter."""
+    rows = []
+    for section, key, digits, said in (
+        ("capacity", "cache", 3, "tokens at equal memory"),
+        ("speed", "policy", 2, "generated tokens a second"),
+    ):
+        found = [{row[key]: f"{row['ratio']:.{digits}f}x" for row in results[e][section]["rows"]} for e in ENGINES]
+        first, second = (list(ratios)[1:] for ratios in found)  # the first row is what the others are held against
+        if first != second:
+            raise ValueError(f"bench: {section} has the rows {first} for SGLang and {second} for vLLM; measure both")
+        rows += [[f"{said}: {name}", *(ratios[name] for ratios in found)] for name in first]
+    return markdown_table(("against the same engine without the meter", *ENGINES.values()), rows)
+
+
 def ruler_block(found: Mapping[str, Any]) -> str:
     columns = ["KV cache", "mode", "score", "zero", "minus exact", "certified, any query", "violations"]
     columns += ["repaired blocks a sample", "page-in in all"]
@@ -103,13 +123,14 @@ def coverage_block(found: Mapping[str, Any]) -> str:
     rows = [[name, *row] for name in names for row in coverage.coverage_rows(found[name]["quantizers"])]
     tight = found["original"]["quantizers"]["int8_dither"]["over_extremal"]["0.01"]
     said = ", ".join(f"`{form}` {tight[form]['median']:.2f}" for form in (*FORM_NAMES, "meter"))
-    twin = found["twin"]["quantizers"]["int8_dither"]["at_tau"]
+    measured = found["twin"]["quantizers"]["int8_dither"]
+    twin = measured["at_tau"]
     return (
         f"{markdown_table(columns, rows)}\n\n"
         f"On the twin's `int8_dither` cache the published form certifies {percent_down(twin['0.01']['eform'])} of the "
         f"cells at δ = 0.01, the meter {percent_down(twin['0.01']['meter'])} on the same radii; for any query "
         f"{percent_down(twin['witness']['eform'])} and {percent_down(twin['witness']['meter'])}. Median of each bound "
-        f"over `extremal`, original model, δ = 0.01: {said}."
+        f"over `extremal`, original model, δ = 0.01: {said}. Each share is of {measured['cells']:,} cells."
     )
 
 
@@ -136,7 +157,8 @@ def layers_block(found: Mapping[str, Any]) -> str:
             f"`{name}`: {sums['lost']['all']:.1%} lost with all layers, {sums['lost']['sum_of_single']:.1%} "
             f"summed over one layer at a time; KL {sums['kl']['all']:.4f} and {sums['kl']['sum_of_single']:.4f}"
         )
-    return f"{markdown_table(('KV cache', *sweep.SWEEP_COLUMNS), rows)}\n\n{'; '.join(sentences)}."
+    asked = next(iter(found["quantizers"].values()))["samples"]
+    return f"{markdown_table(('KV cache', *sweep.SWEEP_COLUMNS), rows)}\n\n{asked} answers. {'; '.join(sentences)}."
 
 
 def readme_block(results: Results) -> str:
