@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from witcert_core.errors import InputError
 from witcert_core.evaluate.tasks import EvalSample, TextTokenizer
 from witcert_demo.tasks import TASKS, make_samples
 from witcert_demo.vocabulary import END, SYMBOLS
@@ -26,7 +27,11 @@ class Needles:
     def samples(
         self, task: str, num_tokens: int, count: int, seed: int, tokenizer: TextTokenizer
     ) -> Sequence[EvalSample]:
-        """`count` samples; see `witcert_demo.tasks.make_samples` for what it refuses."""
+        """`count` samples; InputError for what `witcert_demo.tasks.make_samples` refuses."""
+        try:
+            made = make_samples(task, num_tokens, count, seed)
+        except ValueError as error:
+            raise InputError(f"task source {self.name!r}: {error}") from error
         return [
             EvalSample(
                 task=task,
@@ -36,7 +41,7 @@ class Needles:
                 scoring="exact",
                 max_new_tokens=_MAX_NEW_TOKENS,
             )
-            for sample in make_samples(task, num_tokens, count, seed)
+            for sample in made
         ]
 
 

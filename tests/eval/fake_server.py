@@ -70,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         found = None if policy is None or broken == "silent" else {"witcert": [summary()]}
         place = options.get("--place", "metadata")
         if broken == "refusing":
-            self.reply({}, 500)
+            self.reply({"message": "no room"}, 500)
         else:
             self.reply({"choices": [{"text": "wrong" if raw else answer(body["prompt"])}], place: found})
 

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from witcert_demo.run import CHECKPOINT
 from witcert_demo.tasks import make_samples
 
 from witcert_core.cli import main
@@ -119,6 +120,10 @@ def test_runs_are_not_mixed(out: Path, twin_path: Path, capsys: pytest.CaptureFi
     command = ["eval", "ruler", "--model", str(twin_path), "--modes", "exact", "--out", str(out), *COMMON]
     assert main([*command, "--seed", "1"]) == 2
     assert "holds a run with seed 0" in capsys.readouterr().err
+    assert main([*command, "--stride", "2"]) == 2
+    assert "holds samples of none exact with policy.meter.stride 1, this run has 2" in capsys.readouterr().err
+    assert main([*command, "--dtype", "bfloat16"]) == 2
+    assert "with dtype 'float32', this run has 'bfloat16'; choose another --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -129,10 +134,33 @@ def test_runs_are_not_mixed(out: Path, twin_path: Path, capsys: pytest.CaptureFi
         (["--model", "x", "--modes", "cooked"], "mode is 'cooked'"),
         (["--model", "x", "--quantizers", "none", "--lengths", "many"], "no number of tokens"),
         (["--url", "http://127.0.0.1:9", "--no-plot"], "is a server running there?"),
+        (["--url", "127.0.0.1:9"], "write it with its scheme: http://HOST:PORT"),
+        (["--model", "x", "--server-options", "'x"], "is no list of options"),
+        (["--model", "nowhere", "--quantizers", "none"], "no such directory, and as a hub id:"),
+        (["--model", str(CHECKPOINT), "--quantizers", "none", "--lengths", "8"], "num_tokens is 8; allowed are 48.."),
+        (["--model", str(CHECKPOINT), "--quantizers", "none", "--lengths", "4096"], "beyond the 2048 positions"),
+        (["--model", str(CHECKPOINT), "--quantizers", "none", "--out", __file__], "results cannot be written there"),
     ],
 )
 def test_ruler_refuses_in_one_line(options, why, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["eval", "ruler", "--out", str(tmp_path), "--no-plot", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line
+
+
+@pytest.mark.parametrize("command", [["eval", "coverage"], ["eval", "trust"], ["sweep", "layers"]])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--quantizers", ""], "no quantizer is named"),
+        (["--quantizers", "int8_dither,int9"], "unknown quantizer 'int9'"),
+        (["--quantizers", "none", "--out", __file__], "results cannot be written there"),
+    ],
+)
+def test_analyses_refuse_in_one_line_before_a_model_is_loaded(
+    command, options, why, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*command, "--model", "nowhere", "--out", str(tmp_path), *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert why in line
 
@@ -229,6 +257,7 @@ def test_modes_become_gates(tmp_path: Path):
     file = tmp_path / "p.yaml"
     text = "version: 1\nquantizer: {name: int8_dither}\nmeter: {tier: dither, stride: 4}\ngate: {tau: 0.3}\n"
     file.write_text(text)
+    assert base_settings(file, stride=8)["meter"] == {"tier": "dither", "stride": 8}
     mine = base_settings(file)
     assert build_policy(mine, spec, "gated").gate.tau == 0.3
     assert build_policy(mine, spec, "exact").tier == "witness"

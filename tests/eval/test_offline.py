@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -53,6 +54,11 @@ def random_model(family: str) -> Any:
     config = getattr(transformers, family)(**{**SIZES, **FAMILIES[family]})
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_config(config, **options).eval()
+
+
+def test_a_cache_is_given_under_the_name_that_this_transformers_has_for_it():
+    assert bridge.cache_argument(SimpleNamespace(forward=lambda input_ids, cache=None: None)) == "cache"
+    assert bridge.cache_argument(SimpleNamespace(forward=lambda past_key_values=None: None)) == "past_key_values"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -60,7 +60,7 @@ def test_a_server_for_each_quantizer_and_mode(tmp_path: Path):
         ("dead", "the server ended with code 1: witcert: this one does not start"),
         ("unmetered", "the server says it runs None, not ('fp8_e4m3_cast', 'observe')"),
         ("silent", "is metered but returned no summary"),
-        ("refusing", "500 Internal Server Error"),
+        ("refusing", "was refused with 500: {\"message\": \"no room\"}"),
     ],
 )
 def test_a_server_that_fails_is_one_line_and_no_process(how, why, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -76,6 +76,84 @@ def test_summaries_are_found_where_vllm_puts_them(tmp_path: Path):
     assert main(command(tmp_path, *options)) == 0
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert row["meter"]["cells_measured"] == 50
+
+
+LOGS = {
+    "(EngineCore pid=4) witcert: no meter for this": """
+(EngineCore pid=4) ERROR 11-30 06:51:15 [core.py:1] ValueError: something that came first
+(EngineCore pid=4) witcert: no meter for this
+RuntimeError: Engine core initialization failed.""",
+    "ValueError: 21 GiB is less than desired": """
+WARNING 11-30 06:51:01 [config.py:7] no ImportError: nothing of the kind
+(VllmWorker-0 pid=1) ERROR 11-30 06:51:15 [multiproc_executor.py:953] Traceback (most recent call last):
+(VllmWorker-0 pid=1) ERROR 11-30 06:51:15 [multiproc_executor.py:953] ValueError: 21 GiB is less than desired
+(EngineCore pid=4) RuntimeError: Engine core initialization failed. See root cause above.
+RuntimeError: Engine core initialization failed. See root cause above.""",
+    "torch.OutOfMemoryError: no memory": "torch.OutOfMemoryError: no memory\n[2026-11-30 07:00:00] killed\nterminated",
+    "a line": "\na line\n\n",
+    "no output": "",
+}
+
+
+@pytest.mark.parametrize("said", LOGS)
+def test_a_failed_start_is_told_by_its_cause(said: str, tmp_path: Path):
+    log = tmp_path / "log"
+    log.write_text(LOGS[said])
+    server = servers.Server("", subprocess.Popen(["true"]), log)
+    server.process.wait()
+    assert servers.last_words(server) == f"{said.removeprefix('(EngineCore pid=4) ')} (log: {log})"
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_ended_leaves_no_server_and_goes_on(
+    sent: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    ask, asked = served.ServedAsker.ask, []
+
+    def ends(self: Any, sample: Any, request_id: str) -> Any:
+        asked.append(request_id)
+        if len(asked) == 2:
+            signal.raise_signal(sent)
+        return ask(self, sample, request_id)
+
+    monkeypatch.setattr(served.ServedAsker, "ask", ends)
+    wanted = command(tmp_path, "--quantizers", "fp8_e4m3_cast", "--modes", "gated", "--parallel", "1")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ended = main(wanted)
+    except SystemExit as error:
+        ended = error.code
+    assert ended == code
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not fakes()
+    assert sent != signal.SIGINT or "the same command goes on" in capsys.readouterr().err
+    assert main(wanted) == 0
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert row["score"] == {"value": 1.0, "low": 1.0, "high": 1.0, "count": 5}
+
+
+def test_what_is_not_installed_is_said_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(served, "installed_engines", dict)
+    assert main(command(tmp_path, "--quantizers", "none", "--modes", "raw")) == 2
+    assert "witcert-sglang is not installed" in capsys.readouterr().err
+    monkeypatch.setattr(served, "find_spec", lambda _name: None)
+    assert main(command(tmp_path, "--modes", "exact")) == 2
+    assert "sglang is not installed" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.log"))
+
+
+def test_options_of_the_servers_are_part_of_what_answers_depend_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    wanted = command(tmp_path, "--modes", "exact", "--dtype", "float32")
+    assert main(wanted) == 0
+    assert json.loads((tmp_path / "settings.json").read_text()) == {
+        "none exact": {"engine": "sglang", "server options": ["--dtype", "float32"], "policy": None}
+    }
+    assert main([*wanted, "--server-options", "--place metadata"]) == 2
+    assert "with server options ['--dtype', 'float32'], this run has" in capsys.readouterr().err
 
 
 def test_an_unknown_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

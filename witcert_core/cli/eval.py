@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from witcert_core.evaluate.analyses import Inputs
 
 PIPE_WIDTH = 220
+INTERRUPTED = 130
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate quantizers on a model, offline or in a running server.")
 
@@ -30,9 +31,9 @@ Samples = Annotated[int, typer.Option(min=1, help="Samples of every task at ever
 Tasks = Annotated[str, typer.Option(help="Comma-separated; empty: all of the source.")]
 Source = Annotated[str, typer.Option(help="Task source; auto: the first that fits the tokenizer.")]
 Seed = Annotated[int, typer.Option(help="Seed of the samples and of the bootstrap.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Dtype = Annotated[str, typer.Option(help="Of the model: auto (its own), float32, bfloat16 or float16.")]
 PolicyFile = Annotated[Path | None, typer.Option(help="Policy file for everything but the quantizer.")]
-Plot = Annotated[bool, typer.Option(help="Also draw figures (needs the extra witcert[eval]).")]
+Plot = Annotated[bool, typer.Option(help="Also draw figures (needs matplotlib).")]
 
 
 @app.callback()
@@ -54,8 +55,12 @@ def ruler(
     seed: Seed = 0,
     policy: PolicyFile = None,
     dtype: Dtype = "auto",
-    stride: Annotated[int, typer.Option(min=1, help="Meter every n-th generated token (offline).")] = 1,
-    audit_every: Annotated[int, typer.Option(min=0, help="Audit every n-th metered row (offline).")] = 1,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Meter every n-th generated token; default: the policy's, without one 1.")
+    ] = None,
+    audit_every: Annotated[
+        int | None, typer.Option(min=0, help="Audit every n-th metered row; default: the policy's, without one 1.")
+    ] = None,
     parallel: Annotated[int, typer.Option(min=1, help="Requests in flight at a server.")] = 4,
     engine: Annotated[
         str, typer.Option(help="offline, or sglang or vllm: a server is started for each quantizer and mode.")
@@ -67,7 +72,8 @@ def ruler(
 ) -> None:
     """Answers, certificates and repairs of each quantizer: raw, gated and exact, on the same samples.
 
-    What --out holds is not asked again, so a run that was stopped goes on, and several servers can be added to one.
+    What --out holds is not asked again, so a run that was stopped goes on, and more samples, quantizers or running
+    servers can be added later.
     """
     from witcert_core.evaluate.ruler_run import RulerRun, evaluate
 
@@ -89,9 +95,13 @@ def ruler(
         parallel=parallel,
         plot=plot,
         engine=engine,
-        server_options=shlex.split(server_options),
+        server_options=split_options(server_options),
     )
-    evaluate(wanted, console())
+    try:
+        evaluate(wanted, console())
+    except KeyboardInterrupt:
+        typer.echo("witcert: stopped; the same command goes on where it was", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def console() -> Console:
@@ -108,6 +118,14 @@ def split(text: str, brackets: bool = False) -> list[str]:
         elif word:
             words.append(word)
     return words
+
+
+def split_options(text: str) -> list[str]:
+    """As a shell does."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no list of options: {error}") from error
 
 
 def parse_length(text: str) -> int:
@@ -137,7 +155,7 @@ def coverage(
 
     specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
     chosen = [parse_probability(text) for text in split(deltas)] or list(DELTAS)
-    analyses.prepare(out, plot=plot)
+    analyses.prepare(specs, out, plot=plot)
     inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed)
     found = analyses.analyse_coverage(inputs, specs, chosen, console())
     analyses.write_coverage(found, out, console(), plot=plot)
@@ -160,7 +178,7 @@ def trust(
     from witcert_core.evaluate import analyses
 
     specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
-    analyses.prepare(out, plot=plot)
+    analyses.prepare(specs, out, plot=plot)
     inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed)
     analyses.write_trust(analyses.analyse_trust(inputs, specs, console()), out, console(), plot=plot)
 

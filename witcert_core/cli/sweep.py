@@ -46,6 +46,6 @@ def layers(
     from witcert_core.evaluate import analyses
 
     specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
-    analyses.prepare(out, plot=plot)
+    analyses.prepare(specs, out, plot=plot)
     inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed)
     analyses.write_layers(analyses.analyse_layers(inputs, specs, console()), out, console(), plot=plot)

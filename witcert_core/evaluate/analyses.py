@@ -10,13 +10,22 @@ from typing import Any
 
 from rich.console import Console
 
+from witcert_core.errors import InputError
 from witcert_core.evaluate import coverage, sweep, trust
 from witcert_core.evaluate.campaign import progress_bar
 from witcert_core.evaluate.extras import require
-from witcert_core.evaluate.forcing import ForcedSample, collect, force, forced_samples, hasty_policy, room
+from witcert_core.evaluate.forcing import (
+    ForcedSample,
+    collect,
+    force,
+    forced_samples,
+    hasty_policy,
+    measuring_policy,
+    room,
+)
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel, load_model
-from witcert_core.evaluate.records import write_json
+from witcert_core.evaluate.records import make_directory, write_json
 from witcert_core.evaluate.settings import QuantizerSpec
 from witcert_core.evaluate.stats import RESAMPLES
 from witcert_core.evaluate.tables import markdown_table, rich_table
@@ -45,6 +54,7 @@ def open_inputs(
     loaded = load_model(model, dtype)
     chosen = choose_source(source, loaded.tokenizer)
     names = choose_tasks(chosen, tasks)
+    loaded.check_lengths(lengths)
     samples = forced_samples(loaded, chosen, names, lengths, count, seed)
     about = {"model": loaded.name, "source": chosen.name, "tasks": list(names), "lengths": list(lengths)}
     return Inputs(loaded, samples, {**about, "samples": count, "seed": seed}, seed)
@@ -120,11 +130,15 @@ def write_layers(found: Mapping[str, Any], out: Path, console: Console, *, plot:
         sweep.plot_sweep(found["quantizers"], out / "layers.svg")
 
 
-def prepare(out: Path, *, plot: bool) -> None:
-    """Find out before hours of work that results cannot be written or drawn."""
+def prepare(specs: Sequence[QuantizerSpec], out: Path, *, plot: bool) -> None:
+    """Find out before hours of work that a quantizer is wrong, or that results cannot be written or drawn."""
+    if not specs:
+        raise InputError("no quantizer is named; --quantizers takes names, `witcert quantizers` lists them")
+    for spec in specs:
+        measuring_policy(spec)
     if plot:
         require("matplotlib")
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
 
 
 def _write(

@@ -12,6 +12,7 @@ from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel
 from witcert_core.evaluate.settings import EXACT, Mode, QuantizerSpec, build_policy
 from witcert_core.evaluate.tasks import EvalSample
+from witcert_core.policy import Policy
 
 TIMEOUT_S = 600.0
 
@@ -25,11 +26,16 @@ class Reply:
 
 
 class Asker(Protocol):
-    """One quantizer in one mode. parallel: how many samples it may be asked at once."""
+    """One quantizer in one mode.
+
+    settings: what its answers depend on beside these; records of other settings are not taken for its own.
+    parallel: how many samples it may be asked at once.
+    """
 
     quantizer: str
     mode: Mode
     engine: str
+    settings: Mapping[str, Any]
     parallel: int
 
     def open(self) -> None:
@@ -58,6 +64,8 @@ class OfflineAsker:
         self.mode: Mode = mode
         self._loaded = loaded
         self._policy = build_policy(base, spec, mode)  # refused now, not after hours
+        dtype = str(loaded.model.dtype).removeprefix("torch.")
+        self.settings: Mapping[str, Any] = {"engine": self.engine, "dtype": dtype, **deciding(self._policy)}
         self._max_tokens = max_tokens
         self._running: OfflineEngine | None = None
 
@@ -80,7 +88,10 @@ class UrlAsker:
 
     def __init__(self, url: str, parallel: int = 4) -> None:
         httpx = require("httpx")
+        if not url.startswith(("http://", "https://")):
+            raise InputError(f"url is {url!r}; write it with its scheme: http://HOST:PORT")
         self._errors = httpx.HTTPError
+        self._refused = httpx.HTTPStatusError
         self._client = httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S)
         self.url = url
         self.parallel = parallel
@@ -92,6 +103,7 @@ class UrlAsker:
         gate = (self.status or {}).get("gate", "observe")
         self.quantizer: str = (self.status or {}).get("quantizer", EXACT)
         self.mode: Mode = "exact" if self.quantizer == EXACT else "raw" if gate == "observe" else "gated"
+        self.settings: Mapping[str, Any] = {"engine": self.engine, "gate": gate}
 
     def open(self) -> None:
         """The server is running already."""
@@ -109,6 +121,11 @@ class UrlAsker:
         try:
             response = self._client.post("/v1/completions", json=body)
             response.raise_for_status()
+        except self._refused as error:
+            said = " ".join(error.response.text.split())[:300]
+            raise UnsupportedError(
+                f"{self.url}: {request_id} was refused with {error.response.status_code}: {said}"
+            ) from error
         except self._errors as error:
             raise UnsupportedError(f"{self.url}: asking {request_id} failed: {error}") from error
         data = response.json()
@@ -134,6 +151,14 @@ class UrlAsker:
         except self._errors as error:
             raise InputError(f"{self.url}/witcert/status: {error}") from error
         return response.json() if response.status_code == 200 else None
+
+
+def deciding(policy: Policy | None) -> dict[str, Any]:
+    """Of a policy what answers and counts depend on: not what is reported, and where to."""
+    if policy is None:
+        return {"policy": None}
+    sections = policy.model_dump(mode="json", exclude={"version", "report", "quantizer"})
+    return {"policy": sections}
 
 
 def summary_of(answer: Mapping[str, Any]) -> dict[str, Any] | None:

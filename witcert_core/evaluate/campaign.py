@@ -32,25 +32,26 @@ class Plan:
 
 def run(plan: Plan, askers: Sequence[Asker], tokenizer: TextTokenizer, file: RecordFile, console: Console) -> int:
     """Append a record for each answer; returns how many were new. A sample that has its record is not asked again."""
+    for asker in askers:
+        file.claim(asker.quantizer, asker.mode, asker.settings)
     new = 0
     with progress_bar(console) as progress:
         for asker in askers:
             open_parts = [
-                (task, num_tokens, missing)
+                (missing, plan.samples(task, num_tokens, tokenizer))  # made before a server is started for them
                 for task in plan.tasks
                 for num_tokens in plan.lengths
                 if (missing := _missing(plan, asker, task, num_tokens, file))
             ]
             total = len(plan.tasks) * len(plan.lengths) * plan.count
-            left = sum(len(missing) for _, _, missing in open_parts)
+            left = sum(len(missing) for missing, _ in open_parts)
             bar = progress.add_task(f"{asker.quantizer} {asker.mode}", total=total, completed=total - left)
             if not open_parts:
                 continue
             asker.open()
             try:
                 with ThreadPoolExecutor(asker.parallel) as pool:
-                    for task, num_tokens, missing in open_parts:
-                        samples = plan.samples(task, num_tokens, tokenizer)
+                    for missing, samples in open_parts:
                         futures = [pool.submit(_ask, asker, samples[key[4]], key) for key in missing]
                         new += _collect(futures, file, partial(progress.advance, bar))
             finally:

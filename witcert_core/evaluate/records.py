@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -75,15 +76,29 @@ class RecordFile:
 
     def __init__(self, directory: Path, about: Mapping[str, Any]) -> None:
         self.path = directory / "samples.jsonl"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ReportError(f"{directory}: cannot be made: {error.strerror}") from error
+        self._settings = directory / "settings.json"
+        make_directory(directory)
         _same_run(directory / "run.json", dict(about))
         _end_torn_line(self.path)
         self.records = read_records(self.path)
         self._done = {record.key for record in self.records}
         self._writer = JsonlWriter(self.path)
+
+    def claim(self, quantizer: str, mode: str, settings: Mapping[str, Any]) -> None:
+        """Say what the answers of one quantizer and mode depend on; InputError where those here depend on other things.
+
+        Without this a sample asked under another policy or in another engine would be taken for the one wanted.
+        """
+        known = json.loads(self._settings.read_text(encoding="utf-8")) if self._settings.exists() else {}
+        name = f"{quantizer} {mode}"
+        found, wanted = _flat(known.get(name, settings)), _flat(json.loads(json.dumps(settings)))
+        for key in sorted({*found, *wanted}):
+            if found.get(key) != wanted.get(key):
+                raise InputError(
+                    f"{self.path.parent} holds samples of {name} with {key} {found.get(key)!r}, this run has "
+                    f"{wanted.get(key)!r}; choose another --out"
+                )
+        write_json(self._settings, {**known, name: settings})
 
     def has(self, key: Key) -> bool:
         return key in self._done
@@ -98,6 +113,16 @@ class RecordFile:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def make_directory(path: Path) -> None:
+    """ReportError where it cannot be made, or is no directory, or cannot be written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ReportError(f"{path}: results cannot be written there: {error.strerror}") from error
 
 
 def read_records(path: Path) -> list[SampleRecord]:
@@ -120,6 +145,17 @@ def read_records(path: Path) -> list[SampleRecord]:
 def write_json(path: Path, data: Mapping[str, Any] | Sequence[Any]) -> None:
     """Indented JSON that ends with a line break; strict, so infinities must already be words."""
     path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _same_run(path: Path, about: dict[str, Any]) -> None:

@@ -16,8 +16,9 @@ from witcert_core.evaluate.compare import compare
 from witcert_core.evaluate.extras import require
 from witcert_core.evaluate.offline.model import load_model, load_tokenizer
 from witcert_core.evaluate.plots import plot_comparison
-from witcert_core.evaluate.records import RecordFile, write_json
+from witcert_core.evaluate.records import RecordFile, make_directory, write_json
 from witcert_core.evaluate.served import ServedAsker
+from witcert_core.evaluate.servers import ending_signals_raised
 from witcert_core.evaluate.settings import EXACT, MODES, Mode, QuantizerSpec, base_settings
 from witcert_core.evaluate.stats import RESAMPLES
 from witcert_core.evaluate.tables import COMPARISON_COLUMNS, comparison_rows, markdown_table, rich_table
@@ -31,7 +32,8 @@ ROOM_FOR_ANSWERS = 256
 class RulerRun:
     """What `witcert eval ruler` was asked to do: `model` in an engine, or `url`, a running server.
 
-    engine: `offline`, or `sglang` or `vllm`, started with `server_options` for each quantizer and mode.
+    engine: `offline`, or `sglang` or `vllm`, started with `server_options` for each quantizer and mode. stride,
+    audit_every: of the meter; None for those of the policy, or 1 without one. dtype: of the model; `auto`, its own.
     """
 
     model: str | None
@@ -46,8 +48,8 @@ class RulerRun:
     seed: int = 0
     policy: Path | None = None
     dtype: str = "auto"
-    stride: int = 1
-    audit_every: int = 1
+    stride: int | None = None
+    audit_every: int | None = None
     parallel: int = 4
     plot: bool = True
     engine: str = "offline"
@@ -58,13 +60,15 @@ def evaluate(wanted: RulerRun, console: Console) -> dict[str, Any]:
     """Ask what is missing and return the comparison, which is also in `out` as JSON, Markdown and SVG."""
     if wanted.plot:
         require("matplotlib")
+    make_directory(wanted.out)
     askers, tokenizer, name = _open(wanted)
     source = choose_source(wanted.source, tokenizer)
     plan = Plan(source, choose_tasks(source, wanted.tasks), tuple(wanted.lengths), wanted.samples, wanted.seed)
     about = {"model": name, "source": source.name, "seed": wanted.seed}
     file = RecordFile(wanted.out, about)
     try:
-        run(plan, askers, tokenizer, file, console)
+        with ending_signals_raised():  # so that a server that was started is stopped
+            run(plan, askers, tokenizer, file, console)
     finally:
         file.close()
     comparison = compare(file.records, about, resamples=RESAMPLES, seed=wanted.seed)
@@ -97,10 +101,10 @@ def _open(wanted: RulerRun) -> tuple[list[Asker], Any, str]:
     askers: list[Asker] = []
     if wanted.engine == "offline":
         loaded = load_model(wanted.model, wanted.dtype)
+        loaded.check_lengths(wanted.lengths)
         room = max(wanted.lengths) + ROOM_FOR_ANSWERS
         askers += [OfflineAsker(loaded, base, spec, mode, room) for spec, mode in runs]
         return askers, loaded.tokenizer, loaded.name
-    wanted.out.mkdir(parents=True, exist_ok=True)
     askers += [
         ServedAsker(
             wanted.engine,
@@ -108,6 +112,7 @@ def _open(wanted: RulerRun) -> tuple[list[Asker], Any, str]:
             base,
             spec,
             mode,
+            dtype=wanted.dtype,
             options=wanted.server_options,
             logs=wanted.out,
             parallel=wanted.parallel,

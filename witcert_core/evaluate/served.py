@@ -6,13 +6,15 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from witcert_core.engines import installed_engines
 from witcert_core.errors import InputError, UnsupportedError
-from witcert_core.evaluate.askers import Reply, UrlAsker
+from witcert_core.evaluate.askers import Reply, UrlAsker, deciding
 from witcert_core.evaluate.servers import free_port, serving
 from witcert_core.evaluate.settings import EXACT, Mode, QuantizerSpec, build_policy
 from witcert_core.evaluate.tasks import EvalSample
@@ -37,19 +39,26 @@ class ServedAsker:
         spec: QuantizerSpec,
         mode: Mode,
         *,
+        dtype: str,
         options: Sequence[str],
         logs: Path,
         parallel: int,
     ) -> None:
         if engine not in COMMANDS:
             raise InputError(f"engine is {engine!r}; allowed are offline, {', '.join(COMMANDS)}")
+        if find_spec(engine) is None:
+            raise UnsupportedError(f"{engine} is not installed in {sys.prefix}; run witcert from its environment")
+        if mode != "exact" and engine not in installed_engines():
+            raise UnsupportedError(f"witcert-{engine} is not installed in {sys.prefix}; without it nothing is metered")
         self.engine = engine
         self.mode: Mode = mode
         self.quantizer = EXACT if mode == "exact" else spec.label
         self.parallel = parallel
         self._model = model
-        self._options = options
+        self._options = [*([] if dtype == "auto" else ["--dtype", dtype]), *options]
         self._policy = None if mode == "exact" else build_policy(base, spec, mode)
+        options_and_policy = {"server options": self._options, **deciding(self._policy)}
+        self.settings: Mapping[str, Any] = {"engine": engine, **options_and_policy}
         self._name = f"{engine}-{self.quantizer}-{mode}".replace("/", "_")
         self._logs = logs
         self._stack = ExitStack()

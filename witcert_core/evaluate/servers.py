@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,8 @@ from witcert_core.evaluate.extras import require
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The end of a traceback, bare or behind a logger's "(Worker pid=1) ERROR 11-30 06:51:15 [file.py:1] ".
+_RAISED = re.compile(r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception|Exit): .*\S)")
 
 
 class ServerError(WitCertError, RuntimeError):
@@ -101,6 +104,24 @@ def held_signals() -> Iterator[None]:
             signal.raise_signal(arrived[0])
 
 
+@contextmanager
+def ending_signals_raised() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit in the block, as Ctrl-C raises KeyboardInterrupt, instead of ending us."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in ENDING if number != signal.SIGINT}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def wait_until_healthy(server: Server, waiting: Callable[[float], None], timeout_s: float = START_TIMEOUT_S) -> None:
     """Return once `/health` answers; ServerError when the process ends or the time is up."""
     httpx = require("httpx")
@@ -119,10 +140,19 @@ def wait_until_healthy(server: Server, waiting: Callable[[float], None], timeout
 
 
 def last_words(server: Server) -> str:
-    """The line of the log that says most about a failed start, and where the log is."""
+    """The line of the log that says most about a failed start, and where the log is.
+
+    Ours if we refused. Otherwise the first exception: an engine whose worker died ends with one that says just that.
+    """
     lines = [line.strip() for line in server.log_text().splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith("witcert:")]
-    return f"{(ours or lines or ['no output'])[-1]} (log: {server.log})"
+    ours = [line[line.index("witcert: ") :] for line in lines if _refusal(line)]
+    raised = [match[1] for match in map(_RAISED.match, lines) if match]
+    return f"{(ours[-1:] or raised[:1] or lines[-1:] or ['no output'])[0]} (log: {server.log})"
+
+
+def _refusal(line: str) -> bool:
+    """A line of ours, bare or behind the name of the engine's process."""
+    return re.match(r"(?:\([^)]*\) )?witcert: ", line) is not None
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -59,14 +59,18 @@ def parse_mode(text: str) -> Mode:
     raise InputError(f"mode is {text!r}; allowed are {', '.join(MODES)}")
 
 
-def base_settings(path: Path | None, *, stride: int = 1, audit_every: int = 1) -> dict[str, Any]:
-    """The sections of a policy file; without one, every row metered and audited."""
+def base_settings(
+    path: Path | None, *, stride: int | None = None, audit_every: int | None = None
+) -> dict[str, Any]:
+    """The sections of a policy file; without one, every row metered and audited. What is not None wins."""
+    given = {"stride": stride, "audit_every": audit_every}
+    asked = {name: value for name, value in given.items() if value is not None}
     if path is not None:
         load_policy(path)  # refuses what is wrong with it, by name
         data: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=PolicyLoader)
         del data["quantizer"]
-        return data
-    return {"version": 1, "meter": {"stride": stride, "audit_every": audit_every}}
+        return {**data, "meter": {**(data.get("meter") or {}), **asked}} if asked else data
+    return {"version": 1, "meter": {"stride": 1, "audit_every": 1, **asked}}
 
 
 def build_policy(

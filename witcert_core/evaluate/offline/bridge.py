@@ -7,6 +7,7 @@ transformers sees only counts tokens.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -91,6 +92,12 @@ def attention(
         sinks=options.get("s_aux"),
     )
     return out[None], None
+
+
+def cache_argument(model: Any) -> str:
+    """What this transformers calls the cache it is given: `cache`, or `past_key_values` before 5.24."""
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
 
 
 class CountingCache:

@@ -63,6 +63,7 @@ class OfflineEngine:
         if quantizer.space == "pre_rope":
             tables = rotary_tables(loaded.model, geometry.head_dim, max_tokens)
         self.runtime = Runtime(ENGINE, policy, quantizer, geometry, make_cache, None, tables=tables)
+        self._cache_argument = bridge.cache_argument(loaded.model)
         self._length = 0
         self._request_id = ""
         self._reads_stored = False
@@ -128,8 +129,8 @@ class OfflineEngine:
             out = self.loaded.model(
                 input_ids=torch.tensor([list(ids)]),
                 position_ids=slots[None, first:],
-                past_key_values=bridge.CountingCache(first),
                 use_cache=True,
+                **{self._cache_argument: bridge.CountingCache(first)},
             )
         step = self.runtime.end()
         if step is not None:

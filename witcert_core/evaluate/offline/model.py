@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,12 @@ class LoadedModel:
             device="cpu",
         )
 
+    def check_lengths(self, lengths: Sequence[int]) -> None:
+        """InputError for a prompt longer than the model has positions for."""
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if most is not None and lengths and max(lengths) > most:
+            raise InputError(f"length {max(lengths)} is beyond the {most} positions that {self.name} has")
+
     def prompt_ids(self, text: str) -> list[int]:
         """With the special tokens this model puts before a prompt."""
         ids: list[int] = self.tokenizer.encode(text)
@@ -69,7 +76,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise InputError(f"no tokenizer in {path!r}: {first_line(error)}") from error
+        raise InputError(f"no tokenizer in {path!r}: {why(path, error)}") from error
 
 
 def load_model(path: str, dtype: str = "auto") -> LoadedModel:
@@ -85,7 +92,7 @@ def load_model(path: str, dtype: str = "auto") -> LoadedModel:
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise InputError(f"no model in {path!r}: {first_line(error)}") from error
+        raise InputError(f"no model in {path!r}: {why(path, error)}") from error
     shape = check_config(config, path)
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -120,6 +127,11 @@ def check_config(config: Any, origin: str) -> ModelShape:
     if torch.get_float32_matmul_precision() != "highest":
         raise UnsupportedError("torch multiplies in reduced precision; set_float32_matmul_precision('highest')")
     return shape
+
+
+def why(path: str, error: BaseException) -> str:
+    """Why nothing was loaded; a name that is no directory here was looked for as a hub id."""
+    return first_line(error) if Path(path).is_dir() else f"no such directory, and as a hub id: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:
