@@ -13,7 +13,16 @@ from witcert_demo.task_source import NEEDLES
 from witcert_core.cli import main
 from witcert_core.evaluate import coverage, sweep, trust
 from witcert_core.evaluate.cells import FORMS, METER, WITNESS, CellTable, FormProbe
-from witcert_core.evaluate.forcing import Forced, collect, force, forced_samples, hasty_policy, measuring_policy, room
+from witcert_core.evaluate.forcing import (
+    Forced,
+    collect,
+    deltas_of,
+    force,
+    forced_samples,
+    hasty_policy,
+    measuring_policy,
+    room,
+)
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel
 from witcert_core.evaluate.plots import plot_lines
@@ -48,6 +57,11 @@ def test_the_cells_are_those_of_the_ledger(original: LoadedModel, name: str):
         assert int((table.bounds[WITNESS][METER] <= 0.2).sum()) == sum(
             s["tier_w_beside"]["certified_cells"] for s in summaries
         )
+
+
+def test_failure_probabilities_are_for_bounds_that_come_from_a_law():
+    names = ("int8_dither", "int8_dither_w", "int8_dither@4", "int4_token_group")
+    assert [len(deltas_of(parse_quantizer(name), (0.1, 0.01))) for name in names] == [3, 3, 1, 1]
 
 
 @pytest.fixture(scope="module")

@@ -67,6 +67,8 @@ def test_side_bytes_are_those_of_the_store(name, storage_bytes):
 def test_a_metered_pool_pays_for_its_witnesses():
     plain, metered = bytes_per_token("fp16", SHAPE), bytes_per_token("metered:fp8_e4m3_cast", SHAPE)
     assert metered == plain + 32 * 8 * 17 + ROW_ID
+    waiting = bytes_per_token("metered:kivi", SHAPE)  # and a flag for each token whose group is open
+    assert waiting == metered + 1
     sketched = bytes_per_token("metered:int4_token_group:group_size=64@4", SHAPE)
     assert sketched == metered + 32 * 8 * (64 + 16 + 64 + 16)
 

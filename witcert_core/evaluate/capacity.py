@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from witcert_core.capacity import packed_bytes_per_token, side_bytes_per_head, side_bytes_per_token
+from witcert_core.closing import ClosingRule
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.evaluate.settings import parse_quantizer
 from witcert_core.hooks import quantizer_registry
@@ -137,7 +138,8 @@ def bytes_per_token(layout: str, shape: ModelShape, tensor_parallel: int = 1) ->
         spec = parse_quantizer(argument)
         quantizer, bits = quantizer_registry().get(spec.name, spec.params), spec.sketch_bits or 0
         per_head = side_bytes_per_head(quantizer, rotary, shape.v_head_dim, 2, bits)
-        side = side_bytes_per_token(per_head, heads, shape.num_layers)
+        flag = 0 if ClosingRule.of(quantizer).immediate else 1  # whether a token waits to be quantized
+        side = side_bytes_per_token(per_head, heads, shape.num_layers) + flag
         return _plain_bytes(quantizer_registry().get("none"), shape, heads) + side
     raise InputError(
         f"layout is {layout!r}; allowed are fp16, fp8, int8_dither, int8_dither_w, bypass:PAIRS and metered:QUANTIZER"

@@ -16,7 +16,6 @@ from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel
 from witcert_core.evaluate.settings import QuantizerSpec, base_settings, build_policy
 from witcert_core.evaluate.tasks import EvalSample, TaskSource
-from witcert_core.hooks import quantizer_registry
 from witcert_core.policy import Policy
 
 _EVERY_ROW = 2**20
@@ -79,9 +78,8 @@ def hasty_policy(spec: QuantizerSpec, layers: tuple[int, ...] | None) -> Policy:
 
 
 def deltas_of(spec: QuantizerSpec, deltas: Sequence[float]) -> tuple[float, ...]:
-    """The deterministic tier and, for a dithered quantizer, the failure probabilities asked for."""
-    tier = quantizer_registry().cls(spec.name).tier
-    return (WITNESS, *(deltas if tier == "dither" else ()))
+    """The deterministic tier and, where the law of a dither bounds the error, the failure probabilities asked for."""
+    return (WITNESS, *(deltas if measuring_policy(spec).tier == "dither" else ()))
 
 
 def collect(
