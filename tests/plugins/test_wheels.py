@@ -1,0 +1,117 @@
+"""The wheels of all distributions: what is in them, what they say of themselves, and that they work where unpacked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {
+    "witcert": ROOT,
+    "witcert_demo": ROOT / "demo",
+    **{f"witcert_{path.name}": path for path in (ROOT / "adapters" / "sglang", ROOT / "adapters" / "vllm")},
+    **{f"witcert_{path.parent.name}": path.parent for path in sorted((ROOT / "plugins").glob("*/pyproject.toml"))},
+}
+BUILD = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv[1])"
+
+
+def package_of(name: str) -> str:
+    return "witcert_core" if name == "witcert" else name
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, zipfile.ZipFile]:
+    """Built from copies, so that the tree is left alone, by the backend of pyproject.toml, without a network."""
+    work = tmp_path_factory.mktemp("wheels")
+    found = {}
+    for name, folder in FOLDERS.items():
+        source = work / name
+        source.mkdir()
+        for file in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copyfile(folder / file, source / file)
+        package = package_of(name)
+        shutil.copytree(folder / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+        if (folder / "tests").exists() and name != "witcert":
+            shutil.copytree(folder / "tests", source / "tests")
+        command = [sys.executable, "-c", BUILD, str(work)]
+        done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        (wheel,) = work.glob(f"{name}-*.whl")
+        found[name] = zipfile.ZipFile(wheel)
+    return found
+
+
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(wheel.read(path).decode())
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_wheel_holds_its_package_and_nothing_else(name: str, wheels: dict[str, zipfile.ZipFile]) -> None:
+    """Every file of the package, data included, and the licence; no tests, no benchmarks."""
+    package = FOLDERS[name] / package_of(name)
+    wanted = {
+        str(path.relative_to(package.parent))
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    held = {path for path in wheels[name].namelist() if ".dist-info/" not in path}
+    assert held == wanted
+    about = {path.partition(".dist-info/")[2] for path in wheels[name].namelist()} - {""}
+    assert about >= {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_what_a_wheel_says_of_itself(name: str, wheels: dict[str, zipfile.ZipFile]) -> None:
+    said, core = metadata(wheels[name]), metadata(wheels["witcert"])
+    assert said["Version"] == core["Version"]
+    assert said["License-Expression"] == "Apache-2.0"
+    assert said["Summary"] not in (None, "", "UNKNOWN")
+    assert said["Description-Content-Type"] == "text/markdown"
+    assert f"# {'Quantizer plugins' if FOLDERS[name].parent.name == 'plugins' else 'WitCert'}" in said.get_payload()
+    assert said.get_all("Project-URL") is None is said["Home-page"]  # there is no address to give
+    assert "Operating System :: POSIX :: Linux" in said.get_all("Classifier")
+    assert not [c for c in said.get_all("Classifier") if c.startswith("License ::")]  # excluded by License-Expression
+    if name != "witcert":
+        (needed,) = (r for r in map(Requirement, said.get_all("Requires-Dist")) if r.name == "witcert")
+        assert needed.specifier.contains(core["Version"])
+        assert not needed.specifier.contains("1.0")
+
+
+def test_unpacked_wheels_work_as_a_stranger_uses_them(wheels: dict[str, zipfile.ZipFile], tmp_path: Path) -> None:
+    """Before anything else on the path, away from the tree: presets, schemas, quantizers and tasks are found."""
+    for wheel in wheels.values():
+        wheel.extractall(tmp_path / "site")
+    code = """
+import sys
+from witcert_core.cli import main
+from witcert_core.evaluate.tasks import task_sources
+from witcert_core.hooks import quantizer_registry
+from witcert_core.report.schema import load_schema
+print(load_schema("request")["$schema"], load_schema("cell")["$schema"], *sorted(task_sources()))
+registry = quantizer_registry()
+for name in registry.names():
+    module = sys.modules[registry.cls(name).__module__]
+    print(name, module.__file__)
+sys.exit(main(["policy", "init", "policy.yaml"]) or main(["policy", "check", "policy.yaml"]))
+"""
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    head, *found = done.stdout.splitlines()
+    assert head.endswith(" natural needles")
+    quantizers = dict(line.split() for line in found if "/" in line and " " in line and line.endswith(".py"))
+    plugins = {path.name for path in FOLDERS.values() if path.parent.name == "plugins"}
+    assert set(quantizers) >= plugins | {"int8_dither"}
+    assert all(Path(path).is_relative_to(tmp_path / "site") for path in quantizers.values())
