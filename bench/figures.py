@@ -224,12 +224,12 @@ def make_all(names: Sequence[str], jobs: int) -> None:
             process.join()
 
 
-def publish(names: Sequence[str], target: Path = FIGURES) -> None:
-    """Move what was measured and drawn to `target`."""
-    target.mkdir(exist_ok=True)
+def publish(names: Sequence[str]) -> None:
+    """Move what was measured and drawn to where README and docs look for it."""
+    FIGURES.mkdir(exist_ok=True)
     for name in names:
         for path in (*(WORK / name).glob("*.svg"), WORK / f"{name}.json"):
-            shutil.move(path, target / path.name)
+            shutil.move(path, FIGURES / path.name)
         shutil.rmtree(WORK / name)
 
 

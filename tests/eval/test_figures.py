@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -18,7 +19,16 @@ sys.path.insert(0, str(ROOT / "bench"))
 import figures as bench_figures  # noqa: E402
 import shown  # noqa: E402
 
-MEASURED = ("capacity", "coverage", "layers", "readme", "ruler", "trust")
+sys.path += [str(ROOT / "bench" / "sglang"), str(ROOT / "bench" / "vllm")]
+import report as sglang_report  # noqa: E402
+
+MEASURED = ("capacity", "coverage", "engines", "layers", "readme", "ruler", "trust")
+WORDS = {
+    # page -> words -> what of which result they stand for, and how far the words may be from it
+    "limits.md": {
+        "a fifth of a small model's speed at stride 32": ("sglang", "int8_token_group, stride 32", 1 - 1 / 5, 0.03)
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +47,7 @@ def test_the_pages_show_what_the_results_say(blocks: dict[str, str]):
     seen: set[str] = set()
     for page in shown.pages():
         for name, text in shown.blocks_of(page.read_text()).items():
-            assert text == blocks[name], f"{page.name}: {name}; `make figures` renews it"
+            assert text == blocks[name], f"{page.name}: {name}; `python bench/figures.py --render` renews it"
             seen.add(name)
     assert seen == set(blocks)
 
@@ -52,6 +62,27 @@ def test_no_number_is_measured_outside_the_blocks():
     assert found <= settings
 
 
+def test_the_engines_pages_show_what_was_measured():
+    """`results.md` of both engines is their `results.json` rendered, to the last character."""
+    spec = importlib.util.spec_from_file_location("vllm_bench", ROOT / "bench" / "vllm" / "bench.py")
+    assert spec is not None
+    assert spec.loader is not None
+    vllm_bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(vllm_bench)
+    for engine, markdown in (("sglang", sglang_report.markdown), ("vllm", vllm_bench.markdown)):
+        folder = ROOT / "bench" / engine
+        assert (folder / "results.md").read_text() == markdown(json.loads((folder / "results.json").read_text()))
+
+
+def test_words_that_stand_for_a_measured_number_are_near_it(results: dict[str, Any]):
+    for page, claims in WORDS.items():
+        text = " ".join((ROOT / "docs" / page).read_text().split())
+        for words, (engine, policy, meant, slack) in claims.items():
+            assert words in text
+            (row,) = [row for row in results[engine]["speed"]["rows"] if row["policy"] == policy]
+            assert row["ratio"] == pytest.approx(meant, abs=slack), f"{page}: {words!r} was measured again"
+
+
 def test_a_changed_number_would_be_noticed(results: dict[str, Any], blocks: dict[str, str]):
     for name, path in {
         "ruler": ("rows", 1, "score", "value"),
@@ -59,13 +90,16 @@ def test_a_changed_number_would_be_noticed(results: dict[str, Any], blocks: dict
         "trust": ("quantizers", "fp8_e4m3_cast", "verdicts", "harmless"),
         "coverage": ("twin", "quantizers", "int8_dither", "at_tau", "0.01", "meter"),
         "capacity": ("rows", 0, "tokens"),
+        "sglang": ("capacity", "rows", 1, "ratio"),
+        "vllm": ("speed", "rows", 2, "ratio"),
     }.items():
         changed = json.loads(json.dumps(results))
         at = changed[name]
         for step in path[:-1]:
             at = at[step]
         at[path[-1]] = at[path[-1]] * 2 + 0.3
-        assert shown.render(changed)[name] != blocks[name]
+        block = "engines" if name in shown.ENGINES else name
+        assert shown.render(changed)[block] != blocks[block]
 
 
 def test_the_figures_are_there():
@@ -83,9 +117,9 @@ def test_the_figures_are_there():
 def test_a_small_run_gives_the_same_again(results: dict[str, Any], twin_path: Path):
     models = {"twin": str(twin_path)}
     console = Console(quiet=True)
-    capacity = bench_figures.make_capacity(models, console)
+    capacity = bench_figures.make_capacity(models, console, twin_path)
     assert capacity == {key: value for key, value in results["capacity"].items() if key != "made_with"}
-    known, found = results["smoke"], bench_figures.make_smoke(models, console)
+    known, found = results["smoke"], bench_figures.make_smoke(models, console, twin_path)
     assert found["cells"] == known["cells"] > 100
     assert found["violations"] == known["violations"]
     for form, share in found["at_tau"].items():
@@ -93,6 +127,76 @@ def test_a_small_run_gives_the_same_again(results: dict[str, Any], twin_path: Pa
         assert found["over_extremal"][form]["median"] == pytest.approx(known["over_extremal"][form]["median"], rel=1e-3)
     for setting, kl in found["kl"].items():
         assert kl == pytest.approx(known["kl"][setting], rel=1e-3, abs=1e-9)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty work folder, results to `published`, and pages left alone."""
+    monkeypatch.setattr(bench_figures, "WORK", tmp_path / "work")
+    monkeypatch.setattr(bench_figures, "FIGURES", tmp_path / "published")
+    monkeypatch.setattr(bench_figures, "renew_pages", lambda: None)
+    return tmp_path / "work"
+
+
+def test_one_section_is_made_and_published(work: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench_figures, "make_all", lambda names, _jobs: [bench_figures.make_section(n) for n in names])
+    assert bench_figures.main(["--only", "capacity"]) == 0
+    published = work.parent / "published"
+    made = json.loads((published / "capacity.json").read_text())
+    assert made == json.loads((shown.FIGURES / "capacity.json").read_text())
+    assert [path.name for path in published.iterdir()] == ["capacity.json"]
+    assert [path.name for path in work.iterdir()] == ["stamp"]
+
+
+def test_a_run_that_was_stopped_goes_on(work: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    asked: list[str] = []
+
+    def make_all(names: list[str], _jobs: int) -> None:
+        """The first section is finished, then Ctrl-C."""
+        asked.extend(names)
+        for name in names[:1] if len(asked) == len(names) else names:
+            (work / name).mkdir()
+            (work / name / f"{name}.svg").write_text("drawn")
+            (work / f"{name}.json").write_text("{}")
+        if len(asked) == len(names):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_figures, "make_all", make_all)
+    names = list(bench_figures.MAKERS)
+    assert bench_figures.main([]) == 130
+    assert not (work.parent / "published").exists()  # pages never show a part of a run
+    assert bench_figures.main([]) == 0
+    assert asked == [*names, *names[1:]]
+    assert f"taken over from a run that was stopped: {names[0]}" in capsys.readouterr().out
+    assert {path.name for path in (work.parent / "published").iterdir()} == {
+        f"{name}.{kind}" for name in names for kind in ("json", "svg")
+    }
+
+
+def test_nothing_is_taken_over_from_other_code(work: Path, monkeypatch: pytest.MonkeyPatch):
+    def finish_one() -> None:
+        bench_figures.open_work(fresh=False)
+        (work / "smoke.json").write_text("{}")
+
+    finish_one()
+    assert bench_figures.open_work(fresh=False) == ["smoke"]
+    assert bench_figures.open_work(fresh=True) == []
+    finish_one()
+    monkeypatch.setattr(bench_figures, "made_with", lambda: {"torch": "another"})
+    assert bench_figures.open_work(fresh=False) == []
+
+
+def test_a_section_that_fails_is_named_and_the_others_are_ended(work: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+    bench_figures.open_work(fresh=True)
+    monkeypatch.setattr(bench_figures, "make_section", no_section)
+    with pytest.raises(SystemExit, match="failed"):
+        bench_figures.make_all(["ruler", "trust", "smoke"], jobs=2)
+    assert "smoke: begun" not in capfd.readouterr().out
+
+
+def no_section(name: str) -> None:
+    """In the place of one, in a process of its own."""
+    raise RuntimeError(name)
 
 
 def test_no_bound_was_violated(results: dict[str, Any]):

@@ -77,7 +77,7 @@ def test_what_a_wheel_says_of_itself(name: str, wheels: dict[str, zipfile.ZipFil
     assert said["License-Expression"] == "Apache-2.0"
     assert said["Summary"] not in (None, "", "UNKNOWN")
     assert said["Description-Content-Type"] == "text/markdown"
-    assert f"# {'Quantizer plugins' if FOLDERS[name].parent.name == 'plugins' else 'WitCert'}" in said.get_payload()
+    assert "WitCert" in str(said.get_payload()).partition("\n")[0]
     assert said.get_all("Project-URL") is None is said["Home-page"]  # there is no address to give
     assert "Operating System :: POSIX :: Linux" in said.get_all("Classifier")
     assert not [c for c in said.get_all("Classifier") if c.startswith("License ::")]  # excluded by License-Expression

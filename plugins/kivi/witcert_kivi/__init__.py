@@ -2,9 +2,10 @@
 
 Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024, arXiv:2402.02750.
 
-What is taken from where: round-to-nearest with zero-point min and scale (max - min)/(2^B - 1), section 3.1; keys per
-channel and values per token, section 3.2; groups of G = 32 tokens (keys) or channels (values) and a residual of R = 128
-recent tokens in 16 bit, section 3.3 and algorithm 1.
+What is taken from where: round-to-nearest with zero-point min and scale (max - min)/(2^B - 1), from the section on the
+preliminary study of KV cache quantization; keys per channel and values per token, from the section on why key and value
+cache should be quantized along different dimensions; groups of G = 32 tokens (keys) or channels (values) and a residual
+of R = 128 recent tokens in 16 bit, algorithm 1.
 
 One difference: algorithm 1 keeps the last R values but empties the residual of the keys all at once when it holds R.
 Here keys and values of a token are quantized together, one group of 32 tokens at a time, so that always R - 32 to R - 1

@@ -3,10 +3,11 @@
 Hooper et al., "KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization", NeurIPS 2024,
 arXiv:2401.18079.
 
-What is taken from where: keys per channel and values per token, section 3.1; keys before RoPE, section 3.2; levels
-placed by k-means over normalized values, "nuq", section 3.3; outliers of every vector stored apart in 16 bit and left
-out of the range ("dense-and-sparse"), section 3.4; the first token in 16 bit, section 3.5; ranges of keys fixed in
-advance, those of values taken token by token, section 3.6.
+What is taken from where, by the titles of the paper's sections: keys per channel and values per token, "Per-Channel Key
+Quantization"; keys before RoPE, "Pre-RoPE Key Quantization"; levels placed by k-means over normalized values, "nuqX",
+"Non-Uniform KV Cache Quantization"; outliers of every vector stored apart in 16 bit and left out of the range,
+"Per-Vector Dense-and-Sparse Quantization"; the first token in 16 bit, "Attention Sink-Aware Quantization"; ranges of
+keys fixed in advance, those of values taken token by token, the section on offline calibration and online computation.
 
 Differences. The paper calibrates ranges and levels on a data set and weights k-means by Fisher information; here they
 come from the first `calibration_tokens` of the request itself, unweighted, so no file has to be kept. A vector is what

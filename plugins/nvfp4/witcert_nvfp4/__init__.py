@@ -1,10 +1,11 @@
 """NVFP4: 4-bit floats with a scale for every 16 channels and one for the tensor.
 
 The element is E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), Rouhani et al., "OCP Microscaling Formats (MX)
-Specification v1.0", section 5.3.3, and "Microscaling Data Formats for Deep Learning", arXiv:2310.10537, section 2. In
-place of the power-of-two scale of 32 elements there, NVFP4 has an E4M3 scale for 16 and a float32 scale for the tensor:
-"Pretraining Large Language Models with NVFP4", arXiv:2509.25149, section 2 and appendix B (x~ = element * block
-scale * tensor scale; block scale = amax / 6 / tensor scale, to nearest; elements to nearest, ties to even).
+Specification v1.0", the section on the element format FP4, and "Microscaling Data Formats for Deep Learning",
+arXiv:2310.10537. In place of the power-of-two scale of 32 elements there, NVFP4 has an E4M3 scale for 16 and a float32
+scale for the tensor: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, the section on the format and
+the appendix on the quantization procedure (x~ = element * block scale * tensor scale; block scale = amax / 6 / tensor
+scale, to nearest; elements to nearest, ties to even).
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", arXiv:2504.19874: after a
 random rotation the coordinates of a vector on the sphere have the density (1 - x^2)^((D-3)/2) whatever the vector was
-(lemma 1), so one Lloyd-Max codebook for that density serves all (section 3.1, algorithm 1, Q_mse); the norm is stored
-beside the codes. Expected squared error, relative: 0.36, 0.117, 0.03, 0.009 at 1 to 4 bit (theorem 1).
+(the lemma on a random point on the hypersphere), so one Lloyd-Max codebook for that density serves all (algorithm 1,
+the section on the MSE-optimal quantizer, Q_mse); the norm is stored beside the codes. Expected squared error, relative:
+0.36, 0.117, 0.03, 0.009 at 1 to 4 bit (the theorem of that section).
 Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", NeurIPS 2024, arXiv:2404.00456: a randomized
-Hadamard matrix as the rotation (section 3), applied to the heads of values and keys (section 4, stages 1c and 1d).
+Hadamard matrix as the rotation (the background section), applied to the heads of values and keys (the stages of the
+method section on the attention's values and keys).
 
-Not taken: TurboQuant's Q_prod, which spends a bit on an unbiased sketch of the residual (section 3.2), and its split
-into outlier channels with more bits (section 4.3).
+Not taken: TurboQuant's Q_prod, which spends a bit on an unbiased sketch of the residual (the section on inner
+products), and its split into outlier channels with more bits (the experiments on KV caches).
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Duanmu et al., "SKVQ: Sliding-window Key and Value Cache Quantization for Large Language Models", COLM 2024,
 arXiv:2405.06219.
 
-What is taken from where: channels reordered so that those of a group have like ranges, section 3.2 ("clipped dynamic
-quantization with channel reorder"), and a clipping factor alpha for every group that lowers the squared error there; a
-window of recent tokens and the first few ("attention sinks") in full precision, section 3.3; scales and zero-points in
-E4M3, section 4.
+What is taken from where: channels reordered so that those of a group have like ranges, and a clipping factor alpha for
+every group that lowers the squared error there, both from the section on clipped dynamic quantization with channel
+reorder; a window of recent tokens and the first few ("attention sinks") in full precision, from the section on the
+sliding window; scales and zero-points in E4M3, from the description of the experiments.
 
 Differences. The paper finds order and alpha on a data set and folds the order into the weights; here both come from the
 first `calibration_tokens` of the request, so no file has to be kept. Groups have `group_size` channels of one head,
