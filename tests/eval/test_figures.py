@@ -104,9 +104,7 @@ def test_a_changed_number_would_be_noticed(results: dict[str, Any], blocks: dict
 
 def test_the_figures_are_there():
     linked = {
-        link
-        for page in shown.pages()
-        for link in re.findall(r"\]\((?:docs/)?figures/(\w+\.svg)\)", page.read_text())
+        link for page in shown.pages() for link in re.findall(r"\]\((?:docs/)?figures/(\w+\.svg)\)", page.read_text())
     }
     drawn = {path.name for path in shown.FIGURES.glob("*.svg")}
     assert linked == drawn

@@ -60,7 +60,7 @@ def test_a_server_for_each_quantizer_and_mode(tmp_path: Path):
         ("dead", "the server ended with code 1: witcert: this one does not start"),
         ("unmetered", "the server says it runs None, not ('fp8_e4m3_cast', 'observe')"),
         ("silent", "is metered but returned no summary"),
-        ("refusing", "was refused with 500: {\"message\": \"no room\"}"),
+        ("refusing", 'was refused with 500: {"message": "no room"}'),
     ],
 )
 def test_a_server_that_fails_is_one_line_and_no_process(how, why, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -144,9 +144,7 @@ def test_what_is_not_installed_is_said_before_anything_is_started(
     assert not list(tmp_path.glob("*.log"))
 
 
-def test_options_of_the_servers_are_part_of_what_answers_depend_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_options_of_the_servers_are_part_of_what_answers_depend_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     wanted = command(tmp_path, "--modes", "exact", "--dtype", "float32")
     assert main(wanted) == 0
     assert json.loads((tmp_path / "settings.json").read_text()) == {
