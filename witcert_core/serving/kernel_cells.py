@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from witcert_core.cells import Terms
+from witcert_core.cells import Terms, weight_underflow
+from witcert_core.kernels.certify import Certificate
+from witcert_core.layout import AccField
 from witcert_core.meter import CellBatch, cell_batch
 
 NORM_DOWN = {torch.float32: 1.0 - 2.0**-11, torch.float16: 1.0 - 2.0**-8, torch.bfloat16: 1.0 - 2.0**-6}
@@ -40,6 +42,35 @@ def kernel_cells(
     visible = torch.tensor(list(num_visible), dtype=torch.int64)
     spent = torch.tensor(list(delta_loc), dtype=torch.float64)
     return cell_batch(terms, form, has_sink, visible, tv_audit, spent)
+
+
+def certified_cells(
+    found: Certificate,
+    norm: Tensor,
+    *,
+    num_visible: Sequence[int],
+    delta_loc: Sequence[float],
+    form: str,
+    has_sink: bool,
+    dtypes: Sequence[torch.dtype],
+    tv_audit: Tensor | None = None,
+) -> CellBatch:
+    """The cells of what `certify` found of weights that another kernel, the engine's, attended with.
+
+    norm [R, H] is that of the engine's output, from `output_norm_down`. The engine's weights lie within
+    ``tanh(omega / 2)`` of those the accumulators are of, float16 weights further (`weight_underflow` of `dtypes`); the
+    output that belongs to the accumulators is then as much times the largest value's norm from the engine's.
+    """
+    sums, below = found.acc.cpu(), norm.cpu().double()
+    extra = (torch.tanh(0.5 * found.omega.cpu().double()) * (1.0 + 2.0**-20)).nan_to_num(nan=1.0)
+    lost = [weight_underflow(seen, *dtypes) for seen in num_visible]
+    extra = (extra + torch.tensor(lost, dtype=torch.float64)[:, None]).clamp(max=1.0)
+    apart = 2.0 * extra * sums[..., AccField.V_RADIUS].double()
+    centre = (below - apart * (1.0 + 2.0**-36)).nan_to_num(nan=0.0).clamp(min=0.0)
+    none = torch.zeros_like(below)
+    terms = Terms(sums, extra, below, none, centre, none, none)
+    visible = torch.tensor(list(num_visible), dtype=torch.int64)
+    return cell_batch(terms, form, has_sink, visible, tv_audit, torch.tensor(list(delta_loc), dtype=torch.float64))
 
 
 def spend_down(delta_loc: Sequence[float], device: torch.device) -> Tensor:

@@ -19,6 +19,9 @@ class SlotPool:
     def __init__(self, pool: Any) -> None:
         self.pool = pool
 
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
+
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
         return keys.index_select(0, slots), values.index_select(0, slots)

@@ -18,10 +18,10 @@ from witcert_core.serving.engine_cache import EngineCache
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.kernel_graph import CapturedDecode
 from witcert_core.serving.kernel_packed import KernelPacked, packed_storage
+from witcert_core.serving.kernel_simulated import simulated_cache
 from witcert_core.serving.ranks import Ranks
 from witcert_core.serving.rows import RequestPass
 from witcert_core.serving.runtime import Cache, Runtime
-from witcert_core.serving.simulated import SimulatedCache
 from witcert_core.serving.step import StepCells
 from witcert_sglang.graphs import DecodeGraphs, requests_on_device, will_replay
 from witcert_sglang.packed import packed_layers
@@ -57,7 +57,7 @@ class SglangRuntime(Runtime):
                 return packed_storage(policy, geometry, packed_layers(pool), encoder)
             if policy.meters_engine:
                 return EngineCache(policy, geometry, EnginePool(pool, geometry.pool_dtype, scales or {}), encoder)
-            return SimulatedCache(policy, geometry, SlotPool(pool), encoder)
+            return simulated_cache(policy, geometry, SlotPool(pool), encoder)
 
         super().__init__("sglang", policy, quantizer, geometry, make_cache, metrics, ranks, tables)
 

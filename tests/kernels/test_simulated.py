@@ -1,0 +1,178 @@
+"""A cache simulated in the engine's pool: cells from `certify` over the page table against the reference meter's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from witcert_core.policy import parse_policy
+from witcert_core.rotary import RotarySpec
+from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.kernel_simulated import KernelSimulated, simulated_cache
+from witcert_core.serving.rows import RequestPass
+from witcert_core.serving.runtime import Runtime
+from witcert_core.serving.simulated import SimulatedCache
+from witcert_core.serving.step import StepCells
+from witcert_core.tv import attention_logits, softmax_with_sink
+
+HQ, HKV, D, SLOTS, LAYER = 4, 2, 64, 150, 0
+SCALE = D**-0.5
+Pass = list[tuple[int, bool]]  # new tokens of each request, and whether they read what is stored
+PASSES: list[Pass] = [
+    [(40, False), (13, False)],  # cold chunks
+    [(1, True), (3, False)],  # a decode row beside a chunk over a prefix
+    [(2, True), (1, True)],  # a chunk that reads what is stored
+]
+
+
+class PlainPool:
+    """One layer's keys and values by slot."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.k, self.v = (torch.full((SLOTS, HKV, D), float("nan"), dtype=dtype) for _ in "kv")
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.k, self.v
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return self.k[slots], self.v[slots]
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self.k[slots], self.v[slots] = k, v
+
+    def restore(self, layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:
+        raise AssertionError("nothing is repaired here")
+
+
+class Served:
+    """One layer served pass by pass by an engine that attends in float32 over its own pool."""
+
+    def __init__(self, kind: Callable[..., SimulatedCache], name: str, dtype: torch.dtype, **sections: Any) -> None:
+        self.gen = torch.Generator().manual_seed(3)
+        meter = {"stride": 1, "audit_every": 1, "max_rows": 2, **sections.pop("meter", {})}
+        policy = parse_policy({"version": 1, "quantizer": {"name": name}, "meter": meter, **sections})
+        geometry = Geometry("test", HQ, (LAYER,), HQ, HKV, (0, 1), D, D, SLOTS, dtype, RotarySpec(D), "cpu")
+        self.dtype = dtype
+        self.pool = PlainPool(dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("secrets.randbits", lambda _bits: 5)  # two runs with the same dither
+            self.runtime = Runtime(
+                "test", policy, policy.build_quantizer(), geometry, lambda e: kind(policy, geometry, self.pool, e), None
+            )
+        self.slots = torch.randperm(SLOTS - 1, generator=self.gen)[:140].view(2, 70) + 1
+        self.lens = [0, 0]
+
+    def step(self, new: Pass, **options: Any) -> tuple[StepCells, Tensor]:
+        """One pass; its cells and outputs [N, HQ, D]."""
+        counts = [n for n, _ in new]
+        total = sum(counts)
+        q, k, v = ((torch.randn(total, h, D, generator=self.gen) * 2).to(self.dtype) for h in (HQ, HKV, HKV))
+        spans = [range(a, a + n) for a, n in zip(self.lens, counts, strict=True)]
+        self.lens = [a + n for a, n in zip(self.lens, counts, strict=True)]
+        out_slots = torch.cat([self.slots[i, list(s)] for i, s in enumerate(spans)])
+
+        def run(own_k: Tensor | None, own_v: Tensor | None) -> Tensor:
+            self.pool.write(LAYER, out_slots, k if own_k is None else own_k, v if own_v is None else own_v)
+            rows = [(i, p) for i, s in enumerate(spans) for p in s]
+            return torch.stack([self.attend(q[t], i, p, **options) for t, (i, p) in enumerate(rows)]).to(self.dtype)
+
+        requests = [RequestPass("ab"[i], self.slots[i, : self.lens[i]], counts[i]) for i in range(2)]
+        self.runtime.begin(requests, out_slots)
+        call = AttentionCall(
+            layer=LAYER,
+            q=q,
+            exact_k=k,
+            exact_v=v,
+            slots=out_slots,
+            positions=torch.cat([torch.arange(s.start, s.stop) for s in spans]),
+            sm_scale=SCALE,
+            run=run,
+            reads_stored=torch.cat([torch.full((n,), stored) for n, stored in new]),
+            **options,
+        )
+        out = self.runtime.attend(call)
+        step = self.runtime.end()
+        assert step is not None
+        return step, out
+
+    def attend(
+        self,
+        q: Tensor,
+        request: int,
+        position: int,
+        window_left: int = -1,
+        logits_soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        first = max(position - window_left, 0) if window_left >= 0 else 0
+        k, v = (x.float() for x in self.pool.read(LAYER, self.slots[request, first : position + 1]))
+        weights = softmax_with_sink(attention_logits(q.float(), k, SCALE, logits_soft_cap), sinks)[:, : len(k)]
+        return torch.einsum("kgs,skd->kgd", weights.reshape(HKV, HQ // HKV, -1), v).flatten(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "options", "sections"),
+    [
+        ("int4_token_group", torch.float32, {}, {}),
+        ("fp8_e4m3_cast", torch.float16, {"window_left": 6}, {}),
+        ("int8_dither", torch.float32, {"logits_soft_cap": 20.0, "sinks": torch.linspace(-1, 3, HQ)}, {}),
+        ("int8_dither", torch.float16, {}, {"meter": {"tier": "witness"}}),
+        ("kivi", torch.float16, {}, {"prefill_reads": "stored"}),
+    ],
+)
+def test_certify_says_what_the_reference_says(
+    name: str, dtype: torch.dtype, options: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    """Equal pools, outputs and side tensors; bounds near the reference's, none below the truth."""
+    ours, theirs = (Served(kind, name, dtype, **sections) for kind in (simulated_cache, SimulatedCache))
+    assert type(ours.runtime.cache) is KernelSimulated
+    for new in PASSES:
+        if sections.get("prefill_reads"):
+            new = [(count, True) for count, _ in new]
+        (mine, out), (other, expected) = ours.step(new, **options), theirs.step(new, **options)
+        assert torch.equal(ours.pool.k.nan_to_num(), theirs.pool.k.nan_to_num())
+        assert torch.equal(out, expected)
+        assert mine.rows == other.rows
+        assert mine.layers.keys() == other.layers.keys()
+        assert mine.witness_layers.keys() == other.witness_layers.keys()
+        for layers, wanted in ((mine.layers, other.layers), (mine.witness_layers, other.witness_layers)):
+            if not layers:
+                continue
+            cells, reference = layers[LAYER], wanted[LAYER]
+            assert torch.allclose(cells.meter, reference.meter, rtol=2e-2, atol=1e-2 if dtype != torch.float32 else 1e-3)
+            assert (cells.out_bound >= reference.out_bound * 0.5).all()
+            assert torch.equal(cells.num_visible, reference.num_visible)
+            assert torch.equal(cells.delta_loc, reference.delta_loc)
+            assert (cells.out_norm <= reference.out_norm).all()
+            assert torch.allclose(cells.out_norm, reference.out_norm, rtol=2e-2)
+        if mine.layers:
+            cells, truth = mine.layers[LAYER], other.layers[LAYER].tv_audit
+            assert torch.allclose(cells.tv_audit, truth, atol=1e-9)
+            assert (cells.tv_audit <= cells.meter).all()
+            assert (cells.floor == 0).all()
+    assert (cells.meter < 1).any()
+
+
+def test_what_certify_does_not_know_is_left_to_the_reference() -> None:
+    for name, sections in (
+        ("int4_token_group", {"gate": {"kind": "certified"}}),
+        ("int4_token_group", {"meter": {"sketch_bits": 4}}),
+        ("int4_token_group", {"meter": {"form": "extremal"}}),
+        ("int8_dither_w", {}),
+    ):
+        assert type(Served(simulated_cache, name, torch.float32, **sections).runtime.cache) is SimulatedCache
+
+
+def test_slots_never_written_are_unknown() -> None:
+    ours = Served(simulated_cache, "int4_token_group", torch.float32)
+    ours.step(PASSES[0])
+    ours.runtime.cache.overwritten(ours.slots[1, 4:5])
+    step, _ = ours.step([(1, True), (1, True)])
+    assert (step.layers[LAYER].meter[0] < 1).all()
+    assert (step.layers[LAYER].meter[1] == 1).all()
+    assert step.layers[LAYER].out_bound[1].isinf().all()

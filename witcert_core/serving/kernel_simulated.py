@@ -1,0 +1,177 @@
+"""A cache simulated in the engine's own 16-bit pool, its rows metered by the `certify` kernel over the page table.
+
+The engine attends with its own kernel; this one reads the same keys and values and the witnesses beside them, and adds
+how far the engine's weights can be from its own. Nothing is gathered. On a GPU, or on a CPU under TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from witcert_core.bands import band_map
+from witcert_core.kernels.certify import certify
+from witcert_core.kernels.common.backend import interpreting
+from witcert_core.kernels.common.pages import PageTable
+from witcert_core.meter import CellBatch, true_tv
+from witcert_core.policy import Policy
+from witcert_core.pool import Pool
+from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.kernel_cells import certified_cells, output_norm_down, spend_down
+from witcert_core.serving.rows import RowPlan
+from witcert_core.serving.simulated import SimulatedCache
+from witcert_core.serving.step import StepCells
+
+
+class PagedPool(Pool, Protocol):
+    """A pool whose tensors kernels can read."""
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys [SLOTS, Hkv, D] and values [SLOTS, Hkv, Dv] of a layer, as attention reads them."""
+        ...
+
+
+def simulated_cache(policy: Policy, geometry: Geometry, pool: PagedPool, encoder: Encoder) -> SimulatedCache:
+    """The simulated cache of this device: metered by `certify` where that can say all that the policy asks for."""
+    if (geometry.device != "cpu" or interpreting()) and not left_to_reference(policy, encoder):
+        return KernelSimulated(policy, geometry, pool, encoder)
+    return SimulatedCache(policy, geometry, pool, encoder)
+
+
+def left_to_reference(policy: Policy, encoder: Encoder) -> str:
+    """What of a policy the kernel does not know, or ''."""
+    if policy.repairs:
+        return f"gate.kind {policy.gate.kind}"
+    if policy.sketch_bits:
+        return "meter.sketch_bits"
+    if policy.meter.form == "extremal":
+        return "meter.form extremal"
+    return "a stored witness beside dithered codes" if encoder.quantizer.stored_witness else ""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The metered rows of one pass: the pages of their requests, the longest of max_kv_len tokens; request, position
+    int32 [R]; tokens int64 [R], their places in the pass."""
+
+    plan: RowPlan
+    table: PageTable
+    max_kv_len: int
+    request: Tensor
+    position: Tensor
+    tokens: Tensor
+
+
+class KernelSimulated(SimulatedCache):
+    """`SimulatedCache` with its rows measured on the device."""
+
+    pool: PagedPool
+
+    def __init__(self, policy: Policy, geometry: Geometry, pool: PagedPool, encoder: Encoder) -> None:
+        super().__init__(policy, geometry, pool, encoder)
+        self.bands = band_map(geometry.rotary)
+        self._rows: Rows | None = None
+        # A dithered cache in a 32-bit pool has no witness: its radius covers the storage already.
+        shape = (geometry.num_slots, 1, geometry.num_kv_heads, self.bands.num_bands)
+        bare = any(self.store[layer].witness is None for layer in self.metered_layers)
+        self.no_witness = torch.zeros(shape, dtype=torch.uint8, device=geometry.device) if bare else None
+
+    def _measure(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float], out: Tensor) -> None:
+        if not plan.rows or call.layer not in self.metered_layers:
+            return
+        rows = self._rows_of(plan)
+        heads = out.view(-1, self.geometry.num_qo_heads, self.geometry.v_head_dim)
+        norm = output_norm_down(heads[rows.tokens])
+        step.layers[call.layer] = self._cells(call, rows, deltas, norm, self._audit(call, plan))
+        if any(delta > 0 for delta in deltas):
+            step.witness_layers[call.layer] = self._cells(call, rows, [0.0] * len(deltas), norm, None)
+
+    def _rows_of(self, plan: RowPlan) -> Rows:
+        """The rows of a pass: the same in all its layers."""
+        if self._rows is None or self._rows.plan is not plan:
+            device = torch.device(self.geometry.device)
+            slots = plan.metered_requests()
+            lengths = torch.tensor([0, *(s.numel() for s in slots)])
+            table = PageTable(
+                lengths.cumsum(0).to(device, torch.int32),
+                torch.cat(slots).to(device, torch.int32),
+                torch.ones(len(slots), dtype=torch.int32, device=device),
+            )
+
+            def column(values: list[int], dtype: torch.dtype) -> Tensor:
+                return torch.tensor(values, dtype=dtype).to(device)
+
+            self._rows = Rows(
+                plan,
+                table,
+                int(lengths.max()),
+                column([row.request for row in plan.rows], torch.int32),
+                column([row.position for row in plan.rows], torch.int32),
+                column([row.token for row in plan.rows], torch.int64),
+            )
+        return self._rows
+
+    def _cells(
+        self, call: AttentionCall, rows: Rows, deltas: list[float], norm: Tensor, truth: Tensor | None
+    ) -> CellBatch:
+        k, v = self.pool.pages(call.layer)
+        side = self.store[call.layer]
+        witness = self.no_witness if side.witness is None else side.witness[:, None]
+        if witness is None:
+            raise RuntimeError(f"layer {call.layer} lost its witnesses")
+        q = call.q[rows.tokens]
+        law: dict[str, Any] = {}
+        if side.scales is not None:
+            law = {"steps": side.scales[:, None], "delta_loc": spend_down(deltas, q.device)}
+        found = certify(
+            q if q.dtype == k.dtype else q.float(),
+            (k[:, None], v[:, None]),
+            witness,
+            rows.table,
+            self.bands,
+            max_kv_len=rows.max_kv_len,
+            value_witness=side.value_witness[:, None, :, None],
+            row_request=rows.request,
+            row_position=rows.position,
+            sm_scale=call.sm_scale,
+            window_left=call.window_left,
+            logits_soft_cap=call.logits_soft_cap,
+            sinks=None if call.sinks is None else call.sinks.float(),
+            weights_16bit=min(k.element_size(), call.q.element_size()) <= 2,
+            layer=call.layer,
+            **law,
+        )
+        window = call.window_left + 1 if call.window_left >= 0 else None
+        seen = [row.position + 1 for row in rows.plan.rows]
+        return certified_cells(
+            found,
+            norm,
+            num_visible=seen if window is None else [min(n, window) for n in seen],
+            delta_loc=deltas,
+            form=self.policy.meter.form,
+            has_sink=call.sinks is not None,
+            dtypes=(k.dtype, call.q.dtype),
+            tv_audit=truth,
+        )
+
+    def _audit(self, call: AttentionCall, plan: RowPlan) -> Tensor | None:
+        """True TV [R, H] of audited rows, NaN in the others; None if there are none."""
+        kept = self.store.exact_k.get(call.layer)
+        if kept is None or not bool(plan.audited.any()):
+            return None
+        truth = torch.full((len(plan.rows), call.q.shape[1]), float("nan"), dtype=torch.float64)
+        for number, row in enumerate(plan.rows):
+            if row.audited:
+                slots = plan.slots_of(number)
+                if call.window_left >= 0:
+                    slots = slots[-(call.window_left + 1) :]
+                stored, _ = self.pool.read(call.layer, slots)
+                exact = kept[slots]
+                found = true_tv(call.q[row.token], stored, exact, call.sm_scale, call.logits_soft_cap, call.sinks)
+                truth[number] = found.cpu()
+        return truth
