@@ -259,6 +259,7 @@ REFUSED = {
     "dllm_algorithm": ("diffusion models",),
     "enable_torch_compile": ("--enable-torch-compile",),
     "enable_pdmux": ("--enable-pdmux",),
+    "enable_mis": ("--enable-mis",),
     "tokenizer_worker_num": ("several tokenizer processes",),
     "enable_two_batch_overlap": ("two-batch overlap",),
 }

@@ -176,6 +176,7 @@ def test_plain_options_pass() -> None:
         ("attention_backend", "fa3", "fa3"),
         ("decode_attention_backend", "flashinfer", "flashinfer"),
         ("enable_pdmux", True, "PD multiplexing"),
+        ("enable_mis", True, "multi-item"),
     ],
 )
 def test_options_refused_by_name(option: str, value: object, named: str) -> None:
@@ -211,6 +212,55 @@ def test_graphs_are_metered_or_refused_with_the_flag_that_helps(
         support.check_graphs(policy, SimpleNamespace(**{**FINE, **on_gpu, **options}))
 
 
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
+def test_backends_of_a_gpu_are_metered_there_alone(backend: str) -> None:
+    on_gpu = {**FINE, "device": "cuda", "attention_backend": backend}
+    support.check_server(SimpleNamespace(**on_gpu))
+    with pytest.raises(UnsupportedError, match=r"'trtllm_mha' is not metered; use .*flashinfer or fa3"):
+        support.check_server(SimpleNamespace(**on_gpu | {"decode_attention_backend": "trtllm_mha"}))
+    support.check_storage("simulated", SimpleNamespace(**on_gpu))
+    refused = pytest.raises(UnsupportedError, match=f"{backend}.*use --attention-backend triton")
+    with nullcontext() if backend == "triton" else refused:
+        support.check_storage("packed", SimpleNamespace(**on_gpu))
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "fa3"])
+def test_their_calls_go_through_the_meter(name: str) -> None:
+    """Stubs of the classes that need a GPU: the registry's factory is wrapped, and so are both forward methods."""
+    from witcert_sglang.backend import metered_factory
+
+    calls: list[tuple[str, bool]] = []
+
+    class Stub:
+        def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
+            return "decoded"
+
+        def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
+            return "extended"
+
+        def get_fused_kv_write_buffers(self, layer, forward_batch):  # type: ignore[no-untyped-def]
+            return "buffers"
+
+    def attend_layer(run, q, k, v, layer, batch, save, is_decode, kwargs):  # type: ignore[no-untyped-def]
+        calls.append((run(q, k, v, layer, batch, save_kv_cache=save, **kwargs), is_decode))
+
+    backend = metered_factory(lambda _runner: Stub(), lambda *_: SimpleNamespace(attend_layer=attend_layer))(None)
+    backend.forward_decode(1, 2, 3, None, None)
+    backend.forward_extend(1, 2, 3, None, None, save_kv_cache=True)
+    assert calls == [("decoded", True), ("extended", False)]
+    assert backend.get_fused_kv_write_buffers(None, None) is None
+    assert isinstance(backend, Stub)
+    assert name in support.BACKENDS
+
+
+def test_windows_that_flashinfer_ignores_are_refused() -> None:
+    layer = RadixAttention(2, 64, 0.1, num_kv_heads=2, layer_id=0, sliding_window_size=16)
+    model = torch.nn.ModuleList([layer])
+    assert support.check_layers(model, 1, "TritonAttnBackend") == [layer]
+    with pytest.raises(UnsupportedError, match="first chunks; use --attention-backend triton"):
+        support.check_layers(model, 1, "FlashInferAttnBackend")
+
+
 def test_an_abort_on_several_ranks_is_refused() -> None:
     support.check_gate(True, "serve", SimpleNamespace(tp_size=2, device="cpu"))
     with pytest.raises(UnsupportedError, match="part ways"):
@@ -224,11 +274,11 @@ def test_repairs_on_a_gpu_are_refused() -> None:
 
 
 def test_packed_storage_beside_a_cache_dtype() -> None:
-    support.check_storage("packed", SimpleNamespace(device="cpu", kv_cache_dtype="auto"))
-    support.check_storage("packed", SimpleNamespace(device="cuda", kv_cache_dtype="auto"))
-    support.check_storage("simulated", SimpleNamespace(device="cuda", kv_cache_dtype="bf16"))
+    fine = (("packed", "cpu", "auto"), ("packed", "cuda", "auto"), ("simulated", "cuda", "bf16"))
+    for storage, device, dtype in fine:
+        support.check_storage(storage, SimpleNamespace(**FINE | {"device": device, "kv_cache_dtype": dtype}))
     with pytest.raises(UnsupportedError, match="bf16"):
-        support.check_storage("packed", SimpleNamespace(device="cpu", kv_cache_dtype="bf16"))
+        support.check_storage("packed", SimpleNamespace(**FINE | {"kv_cache_dtype": "bf16"}))
 
 
 def test_outliers_in_sixteen_bit_need_a_model_of_it() -> None:

@@ -45,7 +45,9 @@ def metered(base: type[Any]) -> type[Any]:
 
         def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
             """Before a capture, and before every replay. `forward_batch` is the padded batch, or a view of it."""
-            if in_capture:
+            if self.witcert_runtime.graphs is None:
+                super().init_forward_metadata_out_graph(forward_batch, in_capture)
+            elif in_capture:
                 self.witcert_runtime.begin_capture(forward_batch.batch_size)
             else:
                 self.witcert_runtime.prepare_replay(forward_batch)

@@ -6,12 +6,15 @@ functions that are called, classes that are derived from, attributes that are re
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib.util
 import inspect
 import pkgutil
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from witcert_sglang import support
@@ -20,10 +23,14 @@ from witcert_sglang.hooks import Hook
 
 @dataclass(frozen=True)
 class Signature:
-    """A function or class whose parameters begin with these names."""
+    """A function or class whose parameters begin with these names.
+
+    in_source: a method read off its module's source, which cannot be imported without a GPU.
+    """
 
     target: str
     parameters: tuple[str, ...]
+    in_source: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,10 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Signature(f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend.forward_extend", _FORWARD),
     Signature(f"{_ATTENTION}.triton_backend.TritonAttnBackend.forward_decode", _FORWARD),
     Signature(f"{_ATTENTION}.triton_backend.TritonAttnBackend.forward_extend", _FORWARD),
+    Signature(f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend.forward_decode", _FORWARD),
+    Signature(f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend.forward_extend", _FORWARD),
+    Signature(f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend.forward_decode", _FORWARD, in_source=True),
+    Signature(f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend.forward_extend", _FORWARD, in_source=True),
     Members(f"{_ATTENTION}.base_attn_backend.AttentionBackend", ("get_fused_kv_write_buffers",)),
     Signature(f"{_ATTENTION}.triton_backend.TritonAttnBackend.init_forward_metadata", ("self", "forward_batch")),
     Signature(
@@ -206,6 +217,10 @@ def broken(contract: Iterable[Signature | Members] = CONTRACT) -> list[str]:
     """One line for every entry that SGLang no longer keeps, beginning with the name that changed."""
     found = []
     for entry in contract:
+        if isinstance(entry, Signature) and entry.in_source:
+            if why := changed_in_source(entry):
+                found.append(f"{entry.target}: {why}")
+            continue
         try:
             owner = resolve(entry.target)
         except (ImportError, AttributeError) as error:
@@ -237,9 +252,30 @@ def resolve(target: str) -> Any:
 def changed_parameters(function: Any, expected: tuple[str, ...]) -> str:
     """What is different about the leading parameters of a function, or ''."""
     found = [name for name in inspect.signature(function).parameters if name != "cls" or "cls" in expected]
+    return difference(found, expected)
+
+
+def difference(found: list[str], expected: tuple[str, ...]) -> str:
     if tuple(found[: len(expected)]) == expected:
         return ""
     return f"takes ({', '.join(found)}), expected ({', '.join(expected)}, ...)"
+
+
+def changed_in_source(entry: Signature) -> str:
+    """The same for a method whose module is read, not imported."""
+    module, owner, method = entry.target.rsplit(".", 2)
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError as error:
+        return str(error)
+    if spec is None or spec.origin is None:
+        return "no such module"
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            for function in node.body:
+                if isinstance(function, ast.FunctionDef) and function.name == method:
+                    return difference([arg.arg for arg in function.args.args], entry.parameters)
+    return "no longer there"
 
 
 def has_member(owner: Any, name: str) -> bool:

@@ -37,6 +37,7 @@ _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 _CONFIGURE_DTYPE = "sglang.srt.mem_cache.kv_cache_dtype.configure_kv_cache_dtype"
 _BUILD_METHOD = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_quant_method"
+_FUSED_WRITE = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
 _LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
 
 
@@ -69,6 +70,7 @@ class Installation:
                 "every",
                 ("self", "logits_output", "forward_batch"),
             ),
+            Hook(_FUSED_WRITE, "around", no_fused_write, "every", ("forward_batch",)),
             Hook(f"{_POOL}.move_kv_cache", "after", self.after_move, "every", ("self", "tgt_loc", "src_loc")),
             Hook(f"{_POOL}.load_cpu_copy", "after", self.after_load, "every", ("self", "kv_cache_cpu", "indices")),
             Hook(f"{_SCHEDULER}.get_output_streamer_class", "after", self.after_streamer_class, "every", ("self",)),
@@ -145,7 +147,7 @@ class Installation:
     def build_runtime(self, runner: Any, backend: Any) -> SglangRuntime:
         if self.runtime is None:
             pool, own = runner.token_to_kv_pool, self.policy.meters_engine
-            layers = support.check_layers(runner.model, pool.layer_num)
+            layers = support.check_layers(runner.model, pool.layer_num, type(backend).__name__)
             if own:
                 support.check_engine_pool(pool, runner.dtype)
             else:
@@ -218,6 +220,11 @@ class Installation:
                 f"use --attention-backend {' or '.join(support.BACKENDS)}"
             )
         return self.runtime
+
+
+def no_fused_write(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
+    """Models ask this before they fuse the write of keys into the rotary embedding, past the quantizer."""
+    return False
 
 
 def is_main_process() -> bool:

@@ -20,7 +20,8 @@ from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
 
 SGLANG_RANGE = SpecifierSet("==0.5.23")
-BACKENDS = ("torch_native", "triton")
+BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
+CPU_BACKENDS = BACKENDS[:2]
 HEAD_DIMS = range(16, 257, 16)
 
 # Server option -> (value that is fine, why the rest is refused).
@@ -41,6 +42,7 @@ REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "is_embedding": (False, "embedding models: their passes sample nothing, so no request would be reported"),
     "enable_tf32_matmul": (False, "TF32 products: no radius covers their rounding"),
     "enable_two_batch_overlap": (False, "two-batch overlap: half-batches are not planned"),
+    "enable_mis": (False, "multi-item scoring: items do not see each other, which the meter does not follow"),
     "enable_pdmux": (False, "PD multiplexing: prefill and decode passes run at once; the meter follows one pass"),
 }
 
@@ -89,12 +91,18 @@ def check_server(args: Any, own_cache: bool = False) -> None:
             f"--kv-cache-dtype {args.kv_cache_dtype} quantizes behind the policy's quantizer; set quantizer.name to "
             "'engine' to meter that cache, or use --kv-cache-dtype auto"
         )
-    for option in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        backend = getattr(args, option)
-        if backend is not None and backend not in BACKENDS:
+    allowed_backends = CPU_BACKENDS if args.device == "cpu" else BACKENDS
+    for backend in chosen_backends(args):
+        if backend not in allowed_backends:
             raise UnsupportedError(
-                f"attention backend {backend!r} is not metered; use --attention-backend {' or '.join(BACKENDS)}"
+                f"attention backend {backend!r} is not metered; use --attention-backend {' or '.join(allowed_backends)}"
             )
+
+
+def chosen_backends(args: Any) -> list[str]:
+    """The attention backends a server was given, of prompts and of decode steps; none where SGLang still chooses."""
+    options = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    return [backend for backend in (getattr(args, option) for option in options) if backend is not None]
 
 
 def check_graphs(policy: Policy, args: Any) -> None:
@@ -177,7 +185,13 @@ def check_gate(kind_repairs: bool, on_exhausted: str, args: Any) -> None:
 
 
 def check_storage(storage: str, args: Any) -> None:
-    """Raise UnsupportedError for a packed cache beside a cache dtype of the engine's own."""
+    """Raise UnsupportedError for a packed cache beside a cache dtype of the engine's own, or under other kernels."""
+    for backend in chosen_backends(args):
+        if storage == "packed" and backend not in CPU_BACKENDS:
+            raise UnsupportedError(
+                f"attention backend {backend!r} with quantizer.storage: packed: it plans its kernels for a pool of "
+                "16-bit numbers; use --attention-backend triton"
+            )
     if storage == "packed" and args.kv_cache_dtype != "auto":
         raise UnsupportedError(
             f"--kv-cache-dtype {args.kv_cache_dtype} with quantizer.storage: packed: the pool holds codes; use auto"
@@ -246,8 +260,11 @@ def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto", device:
         )
 
 
-def check_layers(model: Any, num_layers: int) -> list[Any]:
-    """The attention layers; UnsupportedError for some that do more than causal softmax over their own keys."""
+def check_layers(model: Any, num_layers: int, backend: str = "") -> list[Any]:
+    """The attention layers; UnsupportedError for some that do more than causal softmax over their own keys.
+
+    backend: name of the attention backend's class.
+    """
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
@@ -267,6 +284,11 @@ def check_layers(model: Any, num_layers: int) -> list[Any]:
         ):
             if odd:
                 raise UnsupportedError(f"attention layer {layer.layer_id} uses {what}, which the meter does not follow")
+        if "FlashInfer" in backend and layer.sliding_window_size >= 0:
+            raise UnsupportedError(
+                f"attention layer {layer.layer_id} has a sliding window, which SGLang's flashinfer backend leaves out "
+                "of first chunks; use --attention-backend triton"
+            )
     return layers
 
 
