@@ -164,6 +164,9 @@ def test_plain_options_pass() -> None:
     [
         ("pp_size", 2, "pipeline"),
         ("dp_size", 2, "data parallelism"),
+        ("attn_dp_size", 2, "data-parallel attention"),
+        ("nnodes", 2, "several nodes"),
+        ("radix_cache_backend", "mine", "prefix cache of another make"),
         ("speculative_algorithm", "EAGLE", "speculative decoding"),
         ("enable_hierarchical_cache", True, "HiCache"),
         ("enable_lmcache", True, "LMCache"),
