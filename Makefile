@@ -89,7 +89,7 @@ soak: $(ENVS)/sglang/.ready
 bench-sglang: $(ENVS)/sglang/.ready
 	$(SGLANG)/python bench/sglang/bench.py
 
-# The same in vLLM, and its own caches beside ours; writes bench/vllm/results.md. About 25 minutes.
+# The same in vLLM, and its own caches beside ours; writes bench/vllm/results.md. About 40 minutes.
 bench-vllm: $(ENVS)/vllm/.ready
 	$(VLLM)/python bench/vllm/bench.py
 

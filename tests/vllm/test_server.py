@@ -32,13 +32,15 @@ def server(twin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         meter={"stride": 1, "audit_every": 1},
         report={"jsonl": str(work / "records.jsonl"), "cells": "worst"},
     )
-    options = ["--served-model-name", "m"]
+    template = work / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    options = ["--served-model-name", "m", "--chat-template", str(template)]
     # Dynamo traces and vLLM compiles, but no C++ compiler runs: half a minute less.
     with running_server(twin, policy=policy, log=work / "log", options=options, VLLM_CPU_CI_ENV="1") as server:
         yield server
 
 
-def complete(server: Server, prompt: str, **options: Any) -> dict[str, Any]:
+def complete(server: Server, prompt: str | list[str], **options: Any) -> dict[str, Any]:
     body = {"model": "m", "prompt": prompt, "max_tokens": 6, "temperature": 0, **options}
     with server.client() as client:
         answer: dict[str, Any] = client.post("/v1/completions", json=body).raise_for_status().json()
@@ -77,11 +79,35 @@ def test_several_choices_have_a_summary_each(server: Server) -> None:
     assert fetch(server, f"/witcert/requests/{answer['id']}").json() == summaries
 
 
-def test_a_streamed_answer_is_found_by_its_id(server: Server) -> None:
-    body = {"model": "m", "prompt": prompts(seed=5)[0], "max_tokens": 6, "temperature": 0, "stream": True}
+def stream(server: Server, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The chunks of a greedy answer."""
+    body = {"model": "m", "max_tokens": 6, "temperature": 0, "stream": True, **body}
     with server.client() as client:
-        lines = client.post("/v1/completions", json=body).raise_for_status().text.splitlines()
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        lines = client.post(path, json=body).raise_for_status().text.splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+def test_a_chat_is_answered_alike(server: Server) -> None:
+    messages = [{"role": "user", "content": prompts(seed=8)[0]}]
+    body = {"model": "m", "messages": messages, "max_tokens": 6, "temperature": 0}
+    with server.client() as client:
+        answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+    (summary,) = answer["kv_transfer_params"]["witcert"]
+    assert summary["rows_metered"] == answer["usage"]["completion_tokens"] - 1
+    chunks = stream(server, "/v1/chat/completions", messages=messages)
+    streamed = fetch(server, f"/witcert/requests/{chunks[0]['id']}").json()
+    assert streamed["worst"]["meter"] == pytest.approx(summary["worst"]["meter"])
+
+
+def test_several_prompts_are_found_by_their_answer(server: Server) -> None:
+    answer = complete(server, [prompts(seed=seed)[0] for seed in (9, 10)])
+    found = fetch(server, f"/witcert/requests/{answer['id']}").json()
+    assert answer["kv_transfer_params"]["witcert"] == found[:1]  # vLLM keeps those of the first prompt
+    assert len({summary["request_id"] for summary in found}) == 2
+
+
+def test_a_streamed_answer_is_found_by_its_id(server: Server) -> None:
+    chunks = stream(server, "/v1/completions", prompt=prompts(seed=5)[0])
     summary = fetch(server, f"/witcert/requests/{chunks[0]['id']}").json()
     assert summary["rows_metered"] == len(chunks) - 1
     missing = fetch(server, "/witcert/requests/nobody")

@@ -169,9 +169,9 @@ def check_cache_dtype(cache_dtype: str, model_dtype: torch.dtype) -> None:
             f"--kv-cache-dtype {cache_dtype} under a {str(model_dtype).removeprefix('torch.')} model: it would round "
             "before the quantizer does; use --kv-cache-dtype auto"
         )
+    instead = "set quantizer.name to 'engine' to meter that cache, or use" if cache_dtype in READ_BACK else "use"
     raise UnsupportedError(
-        f"--kv-cache-dtype {cache_dtype} quantizes behind the policy's quantizer; set quantizer.name to 'engine' to "
-        "meter that cache, or use --kv-cache-dtype auto"
+        f"--kv-cache-dtype {cache_dtype} quantizes behind the policy's quantizer; {instead} --kv-cache-dtype auto"
     )
 
 
