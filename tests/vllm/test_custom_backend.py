@@ -1,10 +1,11 @@
 """`--attention-backend CUSTOM`: a user's own class is wrapped like vLLM's, or refused by name.
 
-vLLM's CPU platform ignores the option, so its choice is made here as its CUDA platform makes it.
+vLLM's CPU platform ignores the option, so the choice is made as its CUDA platform makes it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import custom_backends
 import pytest
 import witcert_vllm
 from conftest import samples_of_each_task
-from custom_backends import CountingImpl
-from engine import LAYERS, running_engine, write_policy
+from custom_backends import CountingImpl, choose
+from engine import LAYERS, in_own_process, running_engine, write_policy
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -25,15 +26,13 @@ from witcert_core.errors import UnsupportedError
 
 pytestmark = pytest.mark.vllm
 
+PLUGIN = Path(__file__).with_name("custom_plugin")
 POLICY = {"quantizer": {"name": "int8_token_group"}, "meter": {"stride": 1, "audit_every": 1}}
 CUSTOM = AttentionBackendEnum.CUSTOM
 
 
 @pytest.fixture(autouse=True)
 def chosen_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def choose(cls: type, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> str:
-        return (selected_backend or AttentionBackendEnum.CPU_ATTN).get_path()
-
     monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", classmethod(choose))
     yield
     CUSTOM.clear_override()
@@ -62,6 +61,20 @@ def test_a_class_of_ones_own_is_metered(checkpoint: Path, tmp_path: Path) -> Non
     assert [answer.tokens for answer in answers] == [list(sample.answer_ids) for sample in samples]
     assert all(answer.summary["audit"]["violations"] == 0 for answer in answers)
     assert all(answer.summary["cells_measured"] > 0 for answer in answers)
+
+
+def test_a_plugins_class_is_metered_in_the_workers_process(checkpoint: Path, tmp_path: Path) -> None:
+    """The backend comes as an installed plugin, loaded in each of vLLM's processes."""
+    (sample,) = samples_of_each_task(1, num_tokens=64, seed=91)[:1]
+    path = os.pathsep.join([str(PLUGIN), str(PLUGIN.parent), os.environ.get("PYTHONPATH", "")])
+    options = {"attention_backend": "CUSTOM"}
+    variables = {"PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    found = in_own_process(checkpoint, tmp_path, POLICY, [sample.prompt], options=options, **variables)
+    assert found["status"]["backend"] == "CUSTOM (custom_backends.Counting)"
+    (answer,) = found["answers"]
+    assert answer["tokens"] == list(sample.answer_ids)
+    assert answer["summary"]["cells_measured"] == len(answer["cells"]) > 0
+    assert answer["summary"]["audit"]["violations"] == 0
 
 
 def test_one_registered_after_ours_is_wrapped_too(
