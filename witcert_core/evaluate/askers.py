@@ -15,6 +15,8 @@ from witcert_core.evaluate.tasks import EvalSample
 from witcert_core.policy import Policy
 
 TIMEOUT_S = 600.0
+OF_A_STATUS = ("backend", "pool_dtype", "storage", "layers_quantized", "prefill_reads", "tier", "stride", "gate")
+"""Of `/witcert/status` what answers and counts depend on."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class UrlAsker:
         gate = (self.status or {}).get("gate", "observe")
         self.quantizer: str = (self.status or {}).get("quantizer", EXACT)
         self.mode: Mode = "exact" if self.quantizer == EXACT else "raw" if gate == "observe" else "gated"
-        self.settings: Mapping[str, Any] = {"engine": self.engine, "gate": gate}
+        known = {key: self.status[key] for key in OF_A_STATUS if key in self.status} if self.status else {}
+        self.settings: Mapping[str, Any] = {"engine": self.engine, **known}
 
     def open(self) -> None:
         """The server is running already."""

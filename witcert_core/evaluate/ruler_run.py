@@ -88,6 +88,7 @@ def write_comparison(comparison: dict[str, Any], out: Path, *, plot: bool) -> No
 
 def _open(wanted: RulerRun) -> tuple[list[Asker], Any, str]:
     """Who is asked, the tokenizer that measures lengths, and what the model is called."""
+    refuse_what_would_be_ignored(wanted)
     if wanted.url is not None:
         server = UrlAsker(wanted.url, wanted.parallel)
         path = wanted.model or server.model_path
@@ -120,6 +121,24 @@ def _open(wanted: RulerRun) -> tuple[list[Asker], Any, str]:
         for spec, mode in runs
     ]
     return askers, load_tokenizer(wanted.model), Path(wanted.model).name
+
+
+def refuse_what_would_be_ignored(wanted: RulerRun) -> None:
+    """InputError for an option that means nothing beside the others."""
+    of_a_start = {
+        "--quantizers": wanted.quantizers,
+        "--policy": wanted.policy,
+        "--stride": wanted.stride,
+        "--audit-every": wanted.audit_every is not None,
+        "--dtype": wanted.dtype != "auto",
+        "--engine": wanted.engine != "offline",
+        "--server-options": wanted.server_options,
+    }
+    given = [name for name, value in of_a_start.items() if value]
+    if wanted.url is not None and given:
+        raise InputError(f"{given[0]} says how a model is run, but what is at --url runs already; leave one out")
+    if wanted.engine == "offline" and wanted.server_options:
+        raise InputError("--server-options are for servers that are started: add --engine sglang or --engine vllm")
 
 
 def runs_of(specs: Sequence[QuantizerSpec], modes: Sequence[Mode]) -> list[tuple[QuantizerSpec, Mode]]:
