@@ -251,7 +251,7 @@ REFUSED = {
     "attn_dp_size": ("--attn-dp-size",),
     "nnodes": ("--nnodes",),
     "enable_unified_cache_external_linker": ("external KV stores",),
-    "flexkv_config_file": ("FlexKV",),
+    "enable_flexkv": ("FlexKV",),
     "radix_cache_backend": ("--radix-cache-backend",),
     "dcp_size": ("context parallelism",),
     "attn_cp_size": ("context parallelism",),

@@ -215,6 +215,15 @@ def test_graphs_are_metered_or_refused_with_the_flag_that_helps(
         support.check_graphs(policy, SimpleNamespace(**{**FINE, **on_gpu, **options}))
 
 
+def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = SimpleNamespace(**FINE | {"attention_backend": "triton"})
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UnsupportedError, match="use --attention-backend torch_native"):
+        support.check_server(triton)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    support.check_server(triton)
+
+
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
 def test_backends_of_a_gpu_are_metered_there_alone(backend: str) -> None:
     on_gpu = {**FINE, "device": "cuda", "attention_backend": backend}

@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from witcert_core.closing import ClosingRule
 from witcert_core.errors import UnsupportedError
+from witcert_core.kernels.common.backend import interpreting
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
 
@@ -35,7 +36,7 @@ REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "speculative_algorithm": (None, "speculative decoding: verified rows are not metered"),
     "enable_hierarchical_cache": (False, "HiCache: it moves keys without their witnesses"),
     "enable_unified_cache_external_linker": (False, "an external KV store: it moves keys without their witnesses"),
-    "flexkv_config_file": (None, "FlexKV: it moves keys without their witnesses"),
+    "enable_flexkv": (False, "FlexKV: it moves keys without their witnesses"),
     "radix_cache_backend": (None, "a prefix cache of another make: which slots requests share is not known"),
     "enable_lmcache": (False, "LMCache: it moves keys without their witnesses"),
     "disaggregation_mode": ("null", "prefill/decode disaggregation: it sends keys without their witnesses"),
@@ -101,6 +102,11 @@ def check_server(args: Any, own_cache: bool = False) -> None:
         if backend not in allowed_backends:
             raise UnsupportedError(
                 f"attention backend {backend!r} is not metered; use --attention-backend {' or '.join(allowed_backends)}"
+            )
+        if backend == "triton" and args.device == "cpu" and not interpreting():
+            raise UnsupportedError(
+                "attention backend 'triton' on a CPU: its kernels need a GPU, so the first request would fail; use "
+                "--attention-backend torch_native (or, slowly, TRITON_INTERPRET=1 in the server's environment)"
             )
 
 
