@@ -28,7 +28,7 @@ from witcert_core.kernels.common.device import (
     weigh,
 )
 from witcert_core.kernels.common.paged import left_out, locate, query_tile, visible_span
-from witcert_core.kernels.common.radius import quantization_radius, query_norms
+from witcert_core.kernels.common.radius import quantization_radius, spread_of
 from witcert_core.kernels.common.tiles import load_groups, load_queries, load_scales, load_values
 
 _FIELDS = tl.constexpr(slack.META_FIELDS)
@@ -152,8 +152,8 @@ def certify_split(
     weight_q = band_norms(q, NG, band_ptr, D, M, BP) * (scale * _UP)
     length_q = query_length(q, M, NG) * scale
     if STEPS:
-        norm1, norm2 = query_norms(q, scale, NG)
         tail = union_tail(limit - first, tl.load(delta_ptr + row, mask=valid, other=0.0))
+        spread = spread_of(q, q, scale, tail, NG, 0.0, False)
     slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
     band = tl.arange(0, BP)
 
@@ -176,10 +176,9 @@ def certify_split(
         norms = tl.where(codes == 255, 0.0, decode_norm(codes))
         c = tl.dot(norms, tl.trans(weight_q), input_precision="ieee")
         if STEPS:
-            steps = load_scales(steps_ptr, line, live, NG)
-            c += quantization_radius(norm1, norm2, steps, kw_ptr, line, live, tail, N, M, NG, False, 0.0)
-            # An unknown scale makes the radius infinite, or NaN where it meets a query of 0.
-            c = tl.where(c == c, c, float("inf"))
+            steps, no_scale = load_scales(steps_ptr, line, live, NG)
+            c += quantization_radius(spread, steps, kw_ptr, line, live, N, M, NG, False)
+            unknown = unknown | no_scale
 
         visible = valid[None, :] & live[:, None]
         seen = live[:, None]
@@ -199,14 +198,15 @@ def certify_split(
         total = total * factor[None, :] + w
 
         dot = tl.sqrt(squares(k, N, NG))[:, None] * length_q[None, :] * DOT_ERROR
-        own = dot + softmax_radius(gap, cap, bias, SOFT_CAP, ALIBI)
+        own = dot + softmax_radius(gap, cap, bias, SOFT_CAP, ALIBI, False)
         # The engine's kernel rounds the same way, but for what it may do far below the maximum.
-        theirs = dot + softmax_radius(tl.zeros((N, M), tl.float32), cap, bias, SOFT_CAP, ALIBI) + engine_constant
+        theirs = dot + softmax_radius(tl.zeros((N, M), tl.float32), cap, bias, SOFT_CAP, ALIBI, False) + engine_constant
         both = tl.where(visible, own + theirs, 0.0)
         omega_max = tl.where(both > omega_max, both, omega_max)
         # A NaN must not be lost by the comparison: it makes the term infinite.
         omega_max = tl.where(both == both, omega_max, float("inf"))
-        c = tl.where(unknown[:, None], float("inf"), c + own)
+        # A NaN of the query's must not be lost by a comparison either.
+        c = tl.where(unknown[:, None] | (c != c), float("inf"), c + own)
         c = tl.where(visible, c, 0.0)
         weights = meter_weights(weights, factor, w, c)
 
@@ -222,4 +222,4 @@ def certify_split(
     meta = part_m_ptr + ((row * num_qo_heads + head) * num_splits + split) * _FIELDS
     store_sums(meta, ref, total, valid)
     tl.store(meta + 14, tl.max(omega_max, 0), mask=valid)
-    meter_store(weights, values, meta, valid, N)
+    meter_store(weights, values, meta, valid, length_q < float("inf"), N)

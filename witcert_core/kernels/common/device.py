@@ -24,24 +24,20 @@ _SOFTMAX = tl.constexpr(slack.SOFTMAX)
 _SOFTCAP = tl.constexpr(slack.SOFTCAP)
 _BIAS = tl.constexpr(slack.BIAS)
 _FAR = tl.constexpr(slack.FAR)
+_CAST = tl.constexpr(slack.CAST)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(slack.META_FIELDS)
-_CERTAIN = tl.constexpr(0.5 * (1.0 + 2.0**-15) * slack.RADIUS_UP)
-_PROXY = tl.constexpr((1.0 - 4.0**-8) / 12.0)
-_BIAS_TERM = tl.constexpr((2.0**-9 + 2.0**-16) * slack.RADIUS_UP)
+_LOG2E_UP = tl.constexpr(1.4426950408889634 * (1.0 + 2.0**-22))
 
 
 @triton.jit
 def growth(c):
-    """``expm1(min(c, 80))`` for ``c >= 0`` within 2^-17; NaN stays NaN.
+    """``expm1(min(c, 80))`` for ``c >= 0``, rounded up, by at most ``2^-20 e^c``.
 
-    From 1/8 on, the exponential's 2^-22 is at most 2^-18.9 of the difference; below, so is the term left out.
+    The exponential errs by 2^-22 and its argument's rounding is in the constant. What rounding up adds to ``eta`` is
+    less than the radius that every token has for the softmax (``slack.SOFTMAX``).
     """
-    x = tl.where(c > 80.0, 80.0, c)
-    series = 1.0 + x * (1.0 / 4.0)
-    series = 1.0 + x * (1.0 / 3.0) * series
-    series = 1.0 + x * (1.0 / 2.0) * series
-    return tl.where(x < 0.125, x * series, tl.exp(x) - 1.0)
+    return tl.exp2(tl.where(c > 80.0, 80.0, c) * _LOG2E_UP) * (1.0 + 2.0**-21) - 1.0
 
 
 @triton.jit
@@ -72,16 +68,38 @@ def weigh(z, visible, ref):
 
 
 @triton.jit
-def softmax_radius(gap, cap, bias, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr):
-    """Error of capping, biasing and exponentiating a logit, as a radius ``[N, M]`` (``slack.py``).
+def fixed_radius(cap, SOFT_CAP: tl.constexpr, CAST: tl.constexpr):
+    """Error of exponentiating and capping a logit, the same for every token, as a radius (``slack.py``).
 
-    Far below the maximum the subtraction rounds; beyond 2^-150 the weight is 0 anyway.
+    ``CAST``: of weights cast to bfloat16 as well. Beside that, :func:`far_radius` at its largest costs little.
     """
-    c = tl.where(gap < -150.0, 150.0, tl.abs(gap)) * _FAR + _SOFTMAX
+    c = tl.full((), _SOFTMAX + (_CAST + 150.0 * _FAR if CAST else 0.0), tl.float32)
     if SOFT_CAP:
         c += cap * _SOFTCAP
+    return c
+
+
+@triton.jit
+def far_radius(gap):
+    """Error of the exponents ``gap [N, M]``, base 2: far below the maximum the subtraction rounds; beyond 2^-150 the
+    weight is 0 anyway."""
+    return tl.where(gap < -150.0, 150.0, -gap) * _FAR
+
+
+@triton.jit
+def bias_radius(bias):
+    """Error of adding an ALiBi term ``[N, M]``."""
+    return tl.abs(bias) * _BIAS
+
+
+@triton.jit
+def softmax_radius(gap, cap, bias, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, CAST: tl.constexpr):
+    """All of the above ``[N, M]``."""
+    c = tl.zeros_like(gap) + fixed_radius(cap, SOFT_CAP, CAST)
+    if not CAST:
+        c += far_radius(gap)
     if ALIBI:
-        c += tl.abs(bias) * _BIAS
+        c += bias_radius(bias)
     return c
 
 
@@ -166,8 +184,8 @@ def store_sums(ptr, ref, total, mask):
 
 
 @triton.jit
-def meter_store(weights, values, ptr, mask, N: tl.constexpr):
-    """Reduce the lanes and store the other fields of a split at ``ptr [M]``."""
+def meter_store(weights, values, ptr, mask, known, N: tl.constexpr):
+    """Reduce the lanes and store the other fields of a split at ``ptr [M]``; pairs not ``known`` have no radius."""
     wh, ch, rest, eta, q, big = weights
     v2, r1, r2, rho_max, rho_min, v_max = values
     # NaN reaches the sums below; it must not reach the search for the maximum.
@@ -182,21 +200,14 @@ def meter_store(weights, values, ptr, mask, N: tl.constexpr):
     tl.store(ptr + 4, tl.sum(rest + other_w, 0), mask=mask)
     tl.store(ptr + 5, tl.sum(eta + first, 0), mask=mask)
     tl.store(ptr + 6, tl.sum(q + first * tl.where(g > 2.4e17, 2.4e17, g), 0), mask=mask)
-    tl.store(ptr + 7, tl.max(tl.where(other_c > big, other_c, big), 0), mask=mask)
+    largest = tl.max(tl.where(other_c > big, other_c, big), 0)
+    tl.store(ptr + 7, tl.where(known, largest, float("inf")), mask=mask)
     tl.store(ptr + 8, tl.sum(v2, 0), mask=mask)
     tl.store(ptr + 9, tl.sum(r1, 0), mask=mask)
     tl.store(ptr + 10, tl.sum(r2, 0), mask=mask)
     tl.store(ptr + 11, tl.max(rho_max, 0), mask=mask)
     tl.store(ptr + 12, tl.min(rho_min, 0), mask=mask)
     tl.store(ptr + 13, tl.sqrt(tl.max(v_max, 0)), mask=mask)
-
-
-@triton.jit
-def dither_radius(l1, variance, tail):
-    """Smaller of the half-step radius and the probable one (``tail`` infinite: the former), ``[N, M]``."""
-    certain = l1 * _CERTAIN
-    likely = tail[None, :] * tl.sqrt(variance * _PROXY) + l1 * _BIAS_TERM
-    return tl.where((tail[None, :] < float("inf")) & (likely < certain), likely, certain)
 
 
 @triton.jit

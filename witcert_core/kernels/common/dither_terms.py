@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from witcert_core.kernels.common.columns import narrow, widen
+
 
 @triton.jit
 def dither_block(seed, rows, layer, head, block, N: tl.constexpr):
@@ -102,6 +104,6 @@ def tile_terms(
         q = load_query_block(q_base, valid, keep_ptr, b * 16 + tl.arange(0, 16), D, BYPASS)
         s = tl.load(scales + b // 2, mask=live, other=0.0).to(tl.float32)
         u = dither_block(seed, row_id, layer, head, b, N).to(q.dtype)
-        dot = tl.dot(u, q, input_precision="ieee")
+        dot = narrow(tl.dot(u, widen(q, M), input_precision="ieee"), M)
         total += tl.where((s >= 0.0) & (s < float("inf")), s, 0.0)[:, None] * dot
     return total

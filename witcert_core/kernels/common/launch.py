@@ -15,7 +15,7 @@ from witcert_core.kernels.common.backend import weights_are_cast
 
 NUM_WARPS = 4
 TILE_ROWS = 8
-"""Query rows of a tile, fixed for bitwise invariance: the least that tensor cores take."""
+"""(Query row, head) pairs of a tile, whatever the batch: the least that tensor cores take."""
 TILE_TOKENS = 32
 """Tokens of a tile: 64 spill or, with warp-group products, run slower (``bench/static.md``)."""
 MERGE_BLOCK = 16

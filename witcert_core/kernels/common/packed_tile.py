@@ -16,7 +16,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from witcert_core.kernels.common.columns import narrow, widen
 from witcert_core.kernels.common.device import squares
+from witcert_core.kernels.common.digits import digit_product, query_digits
 from witcert_core.kernels.common.dither_terms import row_terms, tile_terms
 from witcert_core.kernels.common.paged import locate
 from witcert_core.kernels.common.tiles import (
@@ -25,7 +27,6 @@ from witcert_core.kernels.common.tiles import (
     load_scale_tile,
     load_scales,
     load_values,
-    usable,
 )
 
 
@@ -53,12 +54,29 @@ class Cache(NamedTuple):
     global_head: tl.tensor
 
 
+class Queries(NamedTuple):
+    """What :func:`packed_tile` multiplies codes with.
+
+    Tuples by group: ``parts`` (``[32, M]``, or ``[32, 2 M]`` digits), their ``units [M]``, the terms ``kappa [M]`` of the
+    dither row ``leader``; ``bypass [BP, M]``; ``base [M]`` pointers and ``valid [M]``, for rows drawn on the way.
+    """
+
+    parts: tl.tensor
+    units: tl.tensor
+    kappa: tl.tensor
+    leader: tl.tensor
+    bypass: tl.tensor
+    base: tl.tensor
+    valid: tl.tensor
+
+
 class Tile(NamedTuple):
     """What :func:`packed_tile` returns.
 
     ``z [N, M]`` without the softmax scale; ``v [N, GV, 32]`` to be multiplied with ``v_scales [N, GV]``; scales
-    for radii, infinite where unknown and 0 where exact: ``k_step`` (tuple of ``[N]``), ``v_step [N, GV]``; ``line
-    [N]`` of the side tensors; ``never [N]`` written; squared norms ``[N]`` of exact keys and bypassed channels.
+    for radii, 0 where exact: ``k_step`` (tuple of ``[N]``), ``v_step [N, GV]``; ``line [N]`` of the side tensors;
+    tokens ``unknown [N]``: never written, or without a scale; ``v_unknown [N, GV]`` groups; squared norms ``[N]`` of
+    exact keys and bypassed channels.
     """
 
     z: tl.tensor
@@ -67,7 +85,8 @@ class Tile(NamedTuple):
     k_step: tl.tensor
     v_step: tl.tensor
     line: tl.tensor
-    never: tl.tensor
+    unknown: tl.tensor
+    v_unknown: tl.tensor
     exact_square: tl.tensor
     bypass_square: tl.tensor
 
@@ -87,9 +106,10 @@ def packed_queries(
     M: tl.constexpr,
     BYPASS: tl.constexpr,
     BP: tl.constexpr,
+    DIGITS: tl.constexpr,
 ):
-    """What :func:`packed_tile` needs of the queries: their groups, the bypassed channels ``[BP, M]``, the dither
-    row of token ``begin`` and its terms ``kappa_g = <q_g, u_g>``."""
+    """:class:`Queries` whose leader is the dither row of token ``begin``; the queries' groups ``[32, M]``; and what
+    their digits have lost of each, ``[M]`` (:mod:`digits`)."""
     q = load_queries(q_base, valid, cache.keep, D, NG, BYPASS > 0)
     q_bypass = q[0]
     if BYPASS > 0:
@@ -101,18 +121,18 @@ def packed_queries(
     first_page = tl.load(cache.indices + page0 + begin // PAGE).to(tl.int64)
     leader = tl.load(cache.row_ids + first_page * PAGE + begin % PAGE)
     kappa = row_terms(q_base, valid, cache.keep, seed, leader, layer, cache.global_head, M, D, NG, BYPASS > 0)
-    return q, q_bypass, leader, kappa
+    parts = q
+    units = kappa
+    lost = kappa
+    if DIGITS:
+        parts, units, lost = query_digits(q, NG, M)
+    return Queries(parts, units, kappa, leader, q_bypass, q_base, valid), q, lost
 
 
 @triton.jit
 def packed_tile(
     cache,
-    q,
-    q_bypass,
-    leader,
-    kappa,
-    q_base,
-    valid,
+    queries,
     token,
     live,
     page0,
@@ -129,13 +149,14 @@ def packed_tile(
     MIXED: tl.constexpr,
     BYPASS: tl.constexpr,
     BP: tl.constexpr,
+    DIGITS: tl.constexpr,
 ):
     """Tokens ``token [N]`` (``live`` ones) of a request whose page indices start at ``page0``: a :class:`Tile`.
 
-    Codes are exact in 16 bit, so ``<q_g, code_g>`` goes through tensor cores and only the scales are applied in
-    fp32: ``z = sum_g s_g (<q_g, code_g> - <q_g, u_g>)``. Where every token has the dither row ``leader``,
-    ``kappa`` holds ``<q_g, u_g>``; elsewhere the rows are drawn. Tokens of repaired pages (``MIXED``) take their
-    exact K and V with scale 1 and no dither.
+    Codes are exact in 16 bit, or meet ``DIGITS`` of the query as they are, so ``<q_g, code_g>`` goes through tensor
+    cores and only the scales are applied in fp32: ``z = sum_g s_g (<q_g, code_g> - <q_g, u_g>)``. Where every token
+    has the dither row ``leader``, ``kappa`` holds ``<q_g, u_g>``; elsewhere the rows are drawn. Tokens of repaired
+    pages (``MIXED``, which excludes ``DIGITS``) take their exact K and V with scale 1 and no dither.
     """
     page, offset = locate(cache.indices, page0, token, live, PAGE)
     slot = page * PAGE + offset
@@ -143,9 +164,9 @@ def packed_tile(
     row_id = tl.load(cache.row_ids + slot, mask=live, other=0)
     k = load_groups(cache.k + page * cache.k_page + offset * cache.k_tok, live, D, NG)
     v = load_values(cache.v + page * cache.v_page + offset * cache.v_tok, live, DV, GV)
-    k_step = load_scales(cache.k_scales, line, live, NG)
-    v_step = load_scale_tile(cache.v_scales, line, live, NV, GV)
-    v_scales = usable(v_step)
+    k_step, unknown = load_scales(cache.k_scales, line, live, NG)
+    v_step, v_unknown = load_scale_tile(cache.v_scales, line, live, NV, GV)
+    v_scales = v_step
     exact_square = tl.zeros((N,), tl.float32)
     bypass_square = tl.zeros((N,), tl.float32)
 
@@ -157,17 +178,30 @@ def packed_tile(
         exact_line = entry.to(tl.int64) * PAGE + offset
         v_scales = tl.where(exact[:, None], 1.0, v_scales)
         v_step = tl.where(exact[:, None], 0.0, v_step)
+        v_unknown = v_unknown & ~exact[:, None]
     undithered = tl.zeros((N, M), tl.float32)
-    shared = tl.max((packed & (row_id != leader)).to(tl.int32), 0) == 0
+    shared = tl.max((packed & (row_id != queries.leader)).to(tl.int32), 0) == 0
     if shared == 0:
         half = cache.k_scales.to(tl.pointer_type(tl.float16)) + line * NG
         undithered = tile_terms(
-            q_base, valid, cache.keep, half, row_id, packed, seed, layer, cache.global_head, N, M, D, BYPASS > 0
+            queries.base,
+            queries.valid,
+            cache.keep,
+            half,
+            row_id,
+            packed,
+            seed,
+            layer,
+            cache.global_head,
+            N,
+            M,
+            D,
+            BYPASS > 0,
         )
     z = tl.zeros((N, M), tl.float32)
     steps = ()
     for g in tl.static_range(NG):
-        s = usable(k_step[g])
+        s = k_step[g]
         if MIXED:
             # Group by group: exact keys of a whole tile would not fit in registers.
             dithered = tl.where(packed & shared, 1.0, 0.0)[:, None]
@@ -183,10 +217,13 @@ def packed_tile(
             steps = steps + (tl.where(exact, 0.0, k_step[g]),)
         else:
             dithered = tl.where(shared, 1.0, 0.0)
-            keys = k[g].to(q[g].dtype)
-            steps = steps + (k_step[g],)
-        dot = tl.dot(keys, q[g], input_precision="ieee")
-        z += (dot - kappa[g][None, :] * dithered) * s[:, None]
+            keys = k[g]
+            steps = steps + (s,)
+        if DIGITS:
+            dot = digit_product(keys, queries.parts[g], N, M) * queries.units[g][None, :]
+        else:
+            dot = tl.dot(keys.to(queries.parts[g].dtype), queries.parts[g], input_precision="ieee")
+        z += (dot - queries.kappa[g][None, :] * dithered) * s[:, None]
     z -= undithered
     if BYPASS > 0:
         column = tl.arange(0, BP)
@@ -199,10 +236,11 @@ def packed_tile(
             spared = tl.where(exact[:, None], tl.load(at, mask=keep & exact[:, None], other=0.0), spared)
         else:
             spared = tl.load(at, mask=keep, other=0.0)
-        z = tl.dot(spared, q_bypass, z, input_precision="ieee")
+        z += narrow(tl.dot(spared, widen(queries.bypass, M), input_precision="ieee"), M)
         bypass_square = squares((spared,), N, 1)
     if MIXED:
         v_exact = load_values(cache.v_exact + exact_line * DV, exact, DV, GV)
         v = tl.where(exact[:, None, None], v_exact, v.to(v_exact.dtype))
-    never = packed & (row_id == 0)
-    return Tile(z, v, v_scales, steps, v_step, line, never, exact_square, bypass_square)
+    unknown = packed & (unknown | (row_id == 0))
+    v_unknown = v_unknown | (packed & (row_id == 0))[:, None]
+    return Tile(z, v, v_scales, steps, v_step, line, unknown, v_unknown, exact_square, bypass_square)

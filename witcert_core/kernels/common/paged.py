@@ -80,5 +80,7 @@ def visible_span(
 @triton.jit
 def locate(indices_ptr, page0, token, live, PAGE: tl.constexpr):
     """Page (int64) and offset of each token."""
-    page = tl.load(indices_ptr + page0 + token // PAGE, mask=live, other=0).to(tl.int64)
-    return page, token % PAGE
+    # Unsigned: no token lies before the first, and a signed division costs three instructions for one.
+    place = token.to(tl.uint32)
+    page = tl.load(indices_ptr + page0 + (place // PAGE).to(tl.int32), mask=live, other=0).to(tl.int64)
+    return page, (place % PAGE).to(tl.int32)

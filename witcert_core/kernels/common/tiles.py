@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from witcert_core.kernels.common.codes import weighable
+from witcert_core.kernels.common.columns import narrow, widen
 from witcert_core.kernels.common.dither_terms import load_query_block
 
 
@@ -50,31 +52,39 @@ def load_values(start, live, D: tl.constexpr, GV: tl.constexpr):
 
 
 @triton.jit
-def usable(s):
-    """Scale for the arithmetic: 0 where it is unknown (infinite; its radius is infinite too)."""
-    return tl.where(s < float("inf"), s, 0.0)
+def is_scale(bits):
+    """Whether fp16 ``bits`` (int16) are a scale: a finite number that is not negative."""
+    return (bits >= 0) & (bits < 0x7C00)
 
 
 @triton.jit
 def load_scales(ptr, line, live, NG: tl.constexpr):
-    """Tuple of ``[N]`` fp32 scales, infinite where they are no number or negative.
+    """Tuple of ``[N]`` fp32 scales, 0 where they are none (:func:`is_scale`), and whether any of a token's is none.
 
     ``ptr`` counts int32 words of two scales where ``NG`` is even (an asynchronous copy takes no less than a
     word), fp16 numbers where it is odd.
     """
     out = ()
+    wrong = (line * 0).to(tl.int32)
     if NG % 2 == 0:
         for pair in tl.static_range(NG // 2):
-            words = tl.load(ptr + line * (NG // 2) + pair, mask=live, other=0)
+            word = tl.load(ptr + line * (NG // 2) + pair, mask=live, other=0)
+            # Both halves at once: 0x0400 more brings what is no scale, and nothing else, to the sign bit. A carry comes
+            # from a negative NaN below, and at worst calls the largest scale beside it unknown as well.
+            high = (word | (word + 0x04000400)) & -0x7FFF8000
+            wrong |= high
+            bad = ((high >> 15) & 0x00010001) * 0xFFFF
+            word = word & ~bad
             for half in tl.static_range(2):
-                bits = ((words >> (16 * half)) & 0xFFFF).to(tl.int16)
-                s = bits.to(tl.float16, bitcast=True).to(tl.float32)
-                out = out + (tl.where(s >= 0.0, s, float("inf")),)
+                bits = (word >> (16 * half)).to(tl.int16)
+                out = out + (bits.to(tl.float16, bitcast=True).to(tl.float32),)
     else:
         for g in tl.static_range(NG):
-            s = tl.load(ptr + line * NG + g, mask=live, other=0.0).to(tl.float32)
-            out = out + (tl.where(s >= 0.0, s, float("inf")),)
-    return out
+            bits = tl.load(ptr + line * NG + g, mask=live, other=0.0).to(tl.int16, bitcast=True)
+            good = is_scale(bits)
+            wrong |= tl.where(good, 0, 1)
+            out = out + (tl.where(good, bits, 0).to(tl.float16, bitcast=True).to(tl.float32),)
+    return out, wrong != 0
 
 
 @triton.jit
@@ -94,24 +104,26 @@ def load_codes(ptr, line, live, NG: tl.constexpr):
 
 @triton.jit
 def load_scale_tile(ptr, line, live, NG: tl.constexpr, GV: tl.constexpr):
-    """``[N, GV]`` fp32 scales from fp16 ones, infinite where they are no number or negative; 0 past ``NG``."""
+    """``[N, GV]`` fp32 scales from fp16 ones, 0 where they are none or past ``NG``, and where they are none."""
     group = tl.arange(0, GV)
     keep = live[:, None] & (group < NG)[None, :]
-    s = tl.load(ptr + line[:, None] * NG + group[None, :], mask=keep, other=0.0).to(tl.float32)
-    return tl.where(s >= 0.0, s, float("inf"))
+    bits = tl.load(ptr + line[:, None] * NG + group[None, :], mask=keep, other=0.0).to(tl.int16, bitcast=True)
+    good = is_scale(bits)
+    return tl.where(good, bits, 0).to(tl.float16, bitcast=True).to(tl.float32), ~good
 
 
 @triton.jit
-def add_values(out, factor, w, s, v, P_DTYPE: tl.constexpr):
-    """``out [GV, 32, M]`` rescaled by ``factor [M]`` plus ``sum_t w_t s_tg v_t`` of weights ``[N, M]``, scales
-    ``[N, GV]`` and ``v [N, GV, 32]``."""
-    ws = w[None, :, :] * tl.trans(s)[:, :, None]
-    v = tl.permute(v.to(P_DTYPE), (1, 2, 0))
-    return tl.dot(v, ws.to(P_DTYPE), out * factor[None, None, :], input_precision="ieee")
+def add_values(out, factor, w, s, v, M: tl.constexpr, P_DTYPE: tl.constexpr):
+    """``out [GV, 32, max(M, 8)]`` rescaled by ``factor [M]`` plus ``sum_t w_t s_tg v_t`` of weights ``[N, M]``, scales
+    ``[N, GV]`` and ``v [N, GV, 32]``; columns as :func:`widen` lays them."""
+    ws = widen((w[None, :, :] * tl.trans(s)[:, :, None]).to(P_DTYPE), M)
+    v = tl.permute(weighable(v, P_DTYPE), (1, 2, 0))
+    return tl.dot(v, ws, out * widen(factor, M)[None, None, :], input_precision="ieee")
 
 
 @triton.jit
-def store_values(ptr, out, D: tl.constexpr, valid, GV: tl.constexpr):
-    """``out [GV, 32, M]`` at ``ptr [M]``."""
+def store_values(ptr, out, D: tl.constexpr, valid, GV: tl.constexpr, M: tl.constexpr):
+    """``out`` as :func:`add_values` makes it at ``ptr [M]``."""
+    out = narrow(out, M)
     channel = (tl.arange(0, GV) * 32)[:, None, None] + tl.arange(0, 32)[None, :, None]
     tl.store(ptr[None, None, :] + channel, out.to(ptr.dtype.element_ty), mask=valid[None, None, :] & (channel < D))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,30 @@ from witcert_core.kernels.common.launch import (
     weight_dtype,
     witness_words,
 )
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """What a program of the decode kernel takes at once, by what compiles without spills (``bench/static.md``).
+
+    It follows from the call's own form alone: a row's bits do not depend on the batch it is in.
+    """
+
+    pairs: int
+    tokens: int
+    digits: bool
+    warps: int
+    stages: int
+
+
+def tile_shape(dtype: torch.dtype, pairs: int, mixed: bool, device: torch.device) -> TileShape:
+    """For queries of ``dtype``, ``pairs`` (query row, head) of a request and KV head, and whether pages may be exact.
+
+    Exact keys and fp32 queries have no digits; the meter's numbers per pair are halved where there are at most four.
+    """
+    if mixed or dtype == torch.float32:
+        return TileShape(TILE_ROWS, TILE_TOKENS, False, NUM_WARPS, 1)
+    return TileShape(4 if pairs <= 4 else 8, 32, True, 2, num_stages(device))
 
 
 def launch_decode_split(
@@ -50,7 +76,8 @@ def launch_decode_split(
     kv_heads, page_size, v_dim = k.shape[2], k.shape[1], v.shape[3]
     group = heads // kv_heads
     some_int, some_key = pages.indptr, q
-    decode_split[(num_rows // call.q_len * -(-call.q_len * group // TILE_ROWS), kv_heads, splits)](
+    shape = tile_shape(q.dtype, call.q_len * group, cache.exact_index is not None, q.device)
+    decode_split[(num_rows // call.q_len * -(-call.q_len * group // shape.pairs), kv_heads, splits)](
         q,
         k,
         v,
@@ -94,8 +121,8 @@ def launch_decode_split(
         DV=v_dim,
         GV=group_count(v_dim),
         PAGE=page_size,
-        M=TILE_ROWS,
-        N=TILE_TOKENS,
+        M=shape.pairs,
+        N=shape.tokens,
         SPLIT=slack.SPLIT_TOKENS,
         METER=meter,
         WITNESS=cache.witness is not None,
@@ -108,12 +135,13 @@ def launch_decode_split(
         MIXED=cache.exact_index is not None,
         BYPASS=cache.bypass,
         BP=max(16, triton.next_power_of_2(cache.bypass)),
+        DIGITS=shape.digits,
         P_DTYPE=weight_dtype(q.dtype),
         DOT_ERROR=slack.int8_dot_error(num_groups(head_dim)),
         EXACT_DOT_ERROR=slack.dot_error(head_dim),
         BYPASS_DOT_ERROR=slack.dot_error(cache.bypass + 1),
-        num_warps=NUM_WARPS,
-        num_stages=1 if cache.exact_index is not None else num_stages(q.device),
+        num_warps=shape.warps,
+        num_stages=shape.stages,
     )
 
 

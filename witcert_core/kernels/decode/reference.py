@@ -29,6 +29,22 @@ def dequantize(codes: Tensor, scales: Tensor, u: Tensor | float = 0.0) -> Tensor
     return s * (codes.to(torch.float64) - torch.as_tensor(u, dtype=torch.float64))
 
 
+def lost_share(q: Tensor) -> Tensor:
+    """Largest share of any group's ``||q_g||_1`` that the kernel's two bytes a channel lose, float64 ``[H, 1]``.
+
+    As :func:`witcert_core.kernels.common.digits.query_digits` splits queries ``q [H, D]`` of 16 bit.
+    """
+    x = torch.nn.functional.pad(q.to(torch.float64), (0, -q.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    exponent = torch.frexp(largest).exponent - 15
+    unit = torch.exp2(exponent.clamp(min=30 - 127).to(torch.float64))
+    steps = x / unit
+    whole = steps.round().clamp(max=32639.0)
+    norm = steps.abs().sum(dim=-1)
+    share: Tensor = ((steps - whole).abs().sum(dim=-1) / torch.where(norm > 0, norm, 1.0)).amax(dim=-1, keepdim=True)
+    return share
+
+
 def value_radius(scales: Tensor, channels: int) -> Tensor:
     """``(1 + 2^-13) sqrt(sum_g n_g s_g^2) / 2``, float64 ``[S, Hkv]``; infinite where a scale is not
     finite."""
@@ -66,9 +82,10 @@ class PackedTokens:
         logits_soft_cap: float,
         bias: Tensor | float,
         cast: bool,
+        digits: bool,
     ) -> Tensor:
-        """``c [H, S]`` of ``q [H, D]``: quantization radius plus the arithmetic of the fp32 kernel
-        (``common/slack.py``)."""
+        """``c [H, S]`` of ``q [H, D]``: quantization radius plus the arithmetic of the kernel (``common/slack.py``),
+        which takes queries as ``digits`` (:func:`lost_share`) or in fp32."""
         packed_q = q if self.bypass is None else self.bypass.spare(q)
         s = torch.where(self.k_steps >= 0, self.k_steps, float("inf"))
         s = torch.where(self.never[:, :, None], float("inf"), s.to(torch.float64))
@@ -76,7 +93,8 @@ class PackedTokens:
         if self.witness is not None:
             c = torch.minimum(c, radius_group_witness(packed_q, s, self.witness, sm_scale))
         half_steps = radius_dither(packed_q, s, sm_scale, 0.0, num_visible)
-        c = c + half_steps * (2.0 * slack.MAX_CODE * slack.int8_dot_error(s.shape[-1]))
+        lost = lost_share(packed_q) if digits else 0.0
+        c = c + half_steps * (2.0 * slack.MAX_CODE * (slack.int8_dot_error(s.shape[-1]) + lost))
         c = c + torch.where(self._per_query(q, self.exact), self._product(packed_q, self.k), 0.0) * (
             abs(sm_scale) * slack.dot_error(q.shape[-1])
         )
@@ -215,7 +233,8 @@ def decode_reference(
             bias = alibi_slopes.to(torch.float64)[:, None] * distance
             z = z + bias
         delta = 0.0 if delta_loc is None else float(delta_loc[r])
-        c = tokens.key_radius(row, sm_scale, delta, slots.numel(), logits_soft_cap, bias, cast)
+        digits = q.dtype != torch.float32 and repaired is None
+        c = tokens.key_radius(row, sm_scale, delta, slots.numel(), logits_soft_cap, bias, cast, digits)
         acc[r] = accumulate(z, c, v, tokens.value_radius(v_scale), sinks)
         # Around 0, as in the kernel, which does not know its output before it has seen all values.
         largest = v.square().sum(dim=-1).sqrt().amax(dim=0).repeat_interleave(groups)

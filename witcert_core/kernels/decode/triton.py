@@ -16,25 +16,27 @@ import triton
 import triton.language as tl
 
 from witcert_core.kernels.common import slack
+from witcert_core.kernels.common.codes import code_squares
 from witcert_core.kernels.common.device import (
     alibi_bias,
+    bias_radius,
+    far_radius,
+    fixed_radius,
     meter_start,
     meter_store,
     meter_values,
     meter_weights,
     query_length,
     soft_cap,
-    softmax_radius,
     store_sums,
     union_tail,
     weigh,
 )
 from witcert_core.kernels.common.packed_tile import Cache, packed_queries, packed_tile
 from witcert_core.kernels.common.paged import left_out, query_tile, visible_span
-from witcert_core.kernels.common.radius import quantization_radius, query_norms
+from witcert_core.kernels.common.radius import quantization_radius, spread_of
 from witcert_core.kernels.common.tiles import add_values, store_values
 
-_CAST = tl.constexpr(slack.CAST)
 _UP = tl.constexpr(slack.RADIUS_UP)
 _FIELDS = tl.constexpr(slack.META_FIELDS)
 
@@ -102,6 +104,7 @@ def decode_split(
     MIXED: tl.constexpr,
     BYPASS: tl.constexpr,
     BP: tl.constexpr,
+    DIGITS: tl.constexpr,
     P_DTYPE: tl.constexpr,
     DOT_ERROR: tl.constexpr,
     EXACT_DOT_ERROR: tl.constexpr,
@@ -165,33 +168,30 @@ def decode_split(
         num_kv_heads,
         tl.load(head_id_ptr + kv_head),
     )
-    q, q_bypass, leader, kappa = packed_queries(
-        cache, q_base, valid, page0, begin, seed, layer, D, NG, PAGE, M, BYPASS, BP
+    queries, q, lost = packed_queries(
+        cache, q_base, valid, page0, begin, seed, layer, D, NG, PAGE, M, BYPASS, BP, DIGITS
     )
     scale = tl.abs(sm_scale)
-    norm1, norm2 = query_norms(q, scale, NG)
     whole_length = query_length(q, M, NG) * scale if MIXED else 0.0
-    bypass_length = query_length((q_bypass,), M, 1) * scale if BYPASS > 0 else 0.0
-    tail = union_tail(limit - first, tl.load(delta_ptr + row, mask=valid, other=0.0)) if METER else 0.0
+    bypass_length = query_length((queries.bypass,), M, 1) * scale if BYPASS > 0 else 0.0
+    if METER:
+        tail = union_tail(limit - first, tl.load(delta_ptr + row, mask=valid, other=0.0))
+        spread = spread_of(q, lost, scale, tail, NG, DOT_ERROR, DIGITS)
     slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
 
     ref = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((N, M), tl.float32)
-    out = tl.zeros((GV, 32, M), tl.float32)
+    out = tl.zeros((GV, 32, M if M > 8 else 8), tl.float32)
     weights, values = meter_start(N, M, M if MULTI else 1)
     for start in range(begin, end, N):
         token = start + tl.arange(0, N)
         live = token < end
+        # Past the end the last token stands in: nothing is masked, and no other slot is read.
         tile = packed_tile(
             cache,
-            q,
-            q_bypass,
-            leader,
-            kappa,
-            q_base,
-            valid,
-            token,
-            live,
+            queries,
+            tl.minimum(token, end - 1),
+            tl.full((N,), True, tl.int1),
             page0,
             seed,
             layer,
@@ -206,6 +206,7 @@ def decode_split(
             MIXED,
             BYPASS,
             BP,
+            DIGITS,
         )
         z = tile.z * sm_scale
         visible = valid[None, :] & live[:, None]
@@ -225,33 +226,33 @@ def decode_split(
         w, ref, factor, gap = weigh(z, visible, ref)
         total = total * factor[None, :] + w
         if METER:
-            c = quantization_radius(
-                norm1, norm2, tile.k_step, kw_ptr, tile.line, live, tail, N, M, NG, WITNESS, DOT_ERROR
-            )
-            c += softmax_radius(gap, cap, bias, SOFT_CAP, ALIBI)
+            c = quantization_radius(spread, tile.k_step, kw_ptr, tile.line, live, N, M, NG, WITNESS)
+            # Once a token what all its weights have: infinite where its radius is unknown, 0 where it is not there.
+            fixed = fixed_radius(cap, SOFT_CAP, P_DTYPE != tl.float32)
+            c += tl.where(live, tl.where(tile.unknown, float("inf"), fixed), 0.0)[:, None]
+            if P_DTYPE == tl.float32:
+                c += far_radius(gap)
+            if ALIBI:
+                c += bias_radius(bias)
             if MIXED:
                 c += tl.sqrt(tile.exact_square)[:, None] * whole_length[None, :] * EXACT_DOT_ERROR
             if BYPASS > 0:
                 c += tl.sqrt(tile.bypass_square)[:, None] * bypass_length[None, :] * BYPASS_DOT_ERROR
-            if tl.float32 != P_DTYPE:
-                c += _CAST
-            # An unknown scale makes the radius infinite, or NaN where it meets a query of 0.
-            c = tl.where((c == c) & ~tile.never[:, None], c, float("inf"))
             weights = meter_weights(weights, factor, w, tl.where(visible, c, 0.0))
 
-        out = add_values(out, factor, w, tile.v_scales, tile.v, P_DTYPE)
+        out = add_values(out, factor, w, tile.v_scales, tile.v, M, P_DTYPE)
         if METER:
-            x = tile.v.to(tl.float32)
-            v_square = tl.sum(tile.v_scales * tile.v_scales * tl.sum(x * x, 2), 1)
+            v_square = tl.sum(tile.v_scales * tile.v_scales * code_squares(tile.v), 1)
             # Half a step in each channel, with the 2^-13 that dequantization in fp32 may add.
             channels = tl.minimum(tl.maximum(DV - 32 * tl.arange(0, GV), 0), 32).to(tl.float32)
-            rho = tl.sqrt(tl.sum(channels[None, :] * (tile.v_step * tile.v_step), 1)) * (0.5 * (1.0 + 2.0**-13) * _UP)
-            rho = tl.where((rho == rho) & ~tile.never, rho, float("inf"))
+            steps = tl.where(tile.v_unknown, float("inf"), tile.v_step * tile.v_step)
+            rho = tl.sqrt(tl.sum(tl.where(channels > 0.0, channels, 1.0)[None, :] * steps, 1))
+            rho = rho * (0.5 * (1.0 + 2.0**-13) * _UP)
             values = meter_values(values, factor, w, v_square, tl.where(live, rho, 0.0), seen)
 
     cell = (row * num_qo_heads + head) * num_splits + split
-    store_values(part_o_ptr + cell * DV, out, DV, valid, GV)
+    store_values(part_o_ptr + cell * DV, out, DV, valid, GV, M)
     meta = part_m_ptr + cell * _FIELDS
     store_sums(meta, ref, total, valid)
     if METER:
-        meter_store(weights, values, meta, valid, N)
+        meter_store(weights, values, meta, valid, spread.known, N)

@@ -28,7 +28,6 @@ from witcert_core.kernels.common.packed_tile import Cache, packed_queries, packe
 from witcert_core.kernels.common.paged import request_span
 from witcert_core.kernels.common.tiles import add_values, load_groups, load_queries, load_values, store_values
 
-_CAST = tl.constexpr(slack.CAST)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(slack.META_FIELDS)
 
@@ -169,20 +168,15 @@ def extend_attention(
             num_kv_heads,
             tl.load(head_id_ptr + kv_head),
         )
-        q, q_bypass, leader, kappa = packed_queries(
-            cache, q_base, valid, page0, begin, seed, layer, D, NG, PAGE, M, BYPASS, BP
+        queries, _, _ = packed_queries(
+            cache, q_base, valid, page0, begin, seed, layer, D, NG, PAGE, M, BYPASS, BP, False
         )
         for start in range(begin, prefix, N):
             token = start + tl.arange(0, N)
             live = token < prefix
             tile = packed_tile(
                 cache,
-                q,
-                q_bypass,
-                leader,
-                kappa,
-                q_base,
-                valid,
+                queries,
                 token,
                 live,
                 page0,
@@ -199,6 +193,7 @@ def extend_attention(
                 MIXED,
                 BYPASS,
                 BP,
+                False,
             )
             z = tile.z * sm_scale
             visible = valid[None, :] & live[:, None] & (token[:, None] >= first[None, :])
@@ -208,7 +203,7 @@ def extend_attention(
                 z += alibi_bias(slope, token, position)
             w, ref, factor, _ = weigh(z, visible, ref)
             total = total * factor + tl.sum(w, 0)
-            out = add_values(out, factor, w, tile.v_scales * v_scale, tile.v, P_DTYPE)
+            out = add_values(out, factor, w, tile.v_scales * v_scale, tile.v, M, P_DTYPE)
 
     # From here the queries are whole: the chunk has no bypassed channels.
     q_new = load_queries(q_base, valid, keep_ptr, D, NG, False)
@@ -232,7 +227,7 @@ def extend_attention(
             z += alibi_bias(slope, prefix + token, position)
         w, ref, factor, _ = weigh(z, visible, ref)
         total = total * factor + tl.sum(w, 0)
-        out = add_values(out, factor, w, one, v, P_DTYPE)
+        out = add_values(out, factor, w, one, v, M, P_DTYPE)
 
     if SINK:
         sink2 = tl.load(sink_ptr + head, mask=valid, other=0.0) * _LOG2E
@@ -241,7 +236,7 @@ def extend_attention(
         total = total * factor + tl.exp2(sink2 - top)
         ref = top
         out = out * factor[None, None, :]
-    store_values(out_ptr + row * stride_out_row + head * stride_out_head, out / total[None, None, :], DV, valid, GV)
+    store_values(out_ptr + row * stride_out_row + head * stride_out_head, out / total[None, None, :], DV, valid, GV, M)
     tl.store(lse_ptr + row * num_qo_heads + head, ref + tl.log2(total), mask=valid)
 
 
@@ -334,18 +329,16 @@ def tail_split(
         total = total * factor[None, :] + w
         if METER:
             c = tl.sqrt(squares(k, N, NG))[:, None] * length_q[None, :] * DOT_ERROR
-            c += softmax_radius(gap, cap, bias, SOFT_CAP, ALIBI)
-            if tl.float32 != P_DTYPE:
-                c += _CAST
+            c += softmax_radius(gap, cap, bias, SOFT_CAP, ALIBI, tl.float32 != P_DTYPE)
             weights = meter_weights(weights, factor, w, tl.where(visible, c, 0.0))
-        out = add_values(out, factor, w, unscale, v, P_DTYPE)
+        out = add_values(out, factor, w, unscale, v, M, P_DTYPE)
         if METER:
             x = v.to(tl.float32) * v_unscale
             v_square = tl.sum(tl.sum(x * x, 2), 1)
             values = meter_values(values, factor, w, v_square, tl.zeros((N,), tl.float32), seen[:, None])
     cell = (r * num_qo_heads + head) * num_splits + split
-    store_values(part_o_ptr + cell * DV, out, DV, valid, GV)
+    store_values(part_o_ptr + cell * DV, out, DV, valid, GV, M)
     meta = part_m_ptr + cell * _FIELDS
     store_sums(meta, ref, total, valid)
     if METER:
-        meter_store(weights, values, meta, valid, N)
+        meter_store(weights, values, meta, valid, length_q < float("inf"), N)

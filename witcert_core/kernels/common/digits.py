@@ -1,0 +1,68 @@
+"""Queries as two signed bytes each, so that their products with int8 codes are exact and need no conversion of codes.
+
+A group of 32 channels of a query shares a unit, a power of two: ``q ~ unit (256 high + low)``. Numbers of 16 bit are
+met exactly unless they are small beside the largest of their group (bfloat16: below 1/64 of it); what is lost is
+known, and is part of the radius.
+
+Shapes: M (query row, head) pairs of a tile, N tokens, NG = ceil(D / 32) groups.
+"""
+
+# Triton functions are compiled from their source, so their parameters carry no Python types.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
+# mypy: disable-error-code="assignment,index"
+# Triton has no starred tuples.
+# ruff: noqa: RUF005
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LEAST = tl.constexpr(30)
+"""Least biased exponent of a unit: products with it do not underflow."""
+_MOST = tl.constexpr(32639.0)
+"""Largest number that two signed bytes hold as ``256 high + low``."""
+
+
+@triton.jit
+def query_digits(q, NG: tl.constexpr, M: tl.constexpr):
+    """Of a tuple of ``[32, M]`` queries, tuples of int8 ``[32, 2 M]`` (high and low byte of a pair side by side), of
+    fp32 units ``[M]``, NaN where a query is not finite, and of the sums ``[M]`` of what was lost."""
+    digits = ()
+    units = ()
+    lost = ()
+    for g in tl.static_range(NG):
+        x = q[g].to(tl.float32)
+        largest = tl.max(tl.abs(x), 0)
+        # A NaN may not reach the maximum; it reaches the sum.
+        finite = tl.sum(tl.abs(x), 0) < float("inf")
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 14
+        exponent = tl.where(finite, tl.where(exponent < _LEAST, _LEAST, exponent), 127)
+        unit = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        # Nearest integer, by leaving no fraction bits; a power of two scales exactly.
+        steps = tl.where(finite[None, :], x * inverse[None, :], 0.0)
+        whole = (steps + 12582912.0) - 12582912.0
+        whole = tl.where(whole > _MOST, _MOST, whole)
+        number = whole.to(tl.int32)
+        high = (number + 128) >> 8
+        low = number - high * 256
+        both = tl.reshape(tl.join(high.to(tl.int8), low.to(tl.int8)), (32, 2 * M))
+        digits = digits + (both,)
+        # Both are multiples of the last bit of the smaller: the difference is exact.
+        lost = lost + (tl.sum(tl.abs(steps - whole), 0) * unit,)
+        # Nothing is made of this product but a second use of the digits, for which Triton keeps them in registers: the
+        # operand of a single product is loaded, byte by byte, in every turn of the loop.
+        idle = tl.max(digit_product(tl.full((16, 32), 1, tl.int8), both, 16, M), 0) * 0.0
+        units = units + (tl.where(finite, unit, float("nan")) + idle,)
+    return digits, units, lost
+
+
+@triton.jit
+def digit_product(codes, digits, N: tl.constexpr, M: tl.constexpr):
+    """``sum_i codes_i q_i / unit`` ``[N, M]`` of int8 codes ``[N, 32]`` and digits ``[32, 2 M]``.
+
+    Exact up to the conversion to fp32: sums of 32 products of bytes, and 256 times one, are within 2^27.
+    """
+    high, low = tl.split(tl.reshape(tl.dot(codes, digits), (N, M, 2)))
+    return (high * 256 + low).to(tl.float32)
