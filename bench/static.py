@@ -2,7 +2,8 @@
 
 Run without ``TRITON_INTERPRET``: ``python bench/static.py [--check]``. Registers and spills are what ptxas
 says of the generated PTX. ``--check`` compiles the decode and extend kernels at D = 128 alone, writes nothing and
-fails if one spills; without it the whole table is held to that, at D = 64 too.
+fails if one spills; without it the whole table is held to that, at D = 64 too. A second table counts the instructions
+of the decode kernels' loops (``static_loop.py``).
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from static_loop import Loop, loop_table
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -28,6 +31,7 @@ import witcert_core.kernels.common.slack as slack
 from witcert_core.kernels.append.triton import append_kernel
 from witcert_core.kernels.certify.triton import certify_split
 from witcert_core.kernels.common.merge import merge_splits
+from witcert_core.kernels.decode.launch import tile_shape
 from witcert_core.kernels.decode.triton import decode_split
 from witcert_core.kernels.extend.launch import TILE_PAIRS
 from witcert_core.kernels.extend.triton import extend_attention, tail_split
@@ -103,8 +107,8 @@ def signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], list[li
     return types, aligned
 
 
-def build(case: Case, arch: int) -> dict[str, int]:
-    """Compile and ask ptxas: registers, spilled bytes, shared memory, local frame."""
+def build(case: Case, arch: int) -> dict[str, Any]:
+    """Compile and ask ptxas: registers, spilled bytes, shared memory; and the machine code."""
     types, aligned = signature(case)
     source = ASTSource(case.kernel, types, case.constants, aligned)
     options = {"num_warps": case.warps, "num_stages": case.stages}
@@ -132,11 +136,13 @@ def build(case: Case, arch: int) -> dict[str, int]:
         "registers": int(used.group(1)),
         "spills": int(spill.group(1)) + int(spill.group(2)),
         "shared": int(compiled.metadata.shared),
+        "cubin": compiled.asm["cubin"],
     }
 
 
-def decode_cases(dim: int) -> list[Case]:
-    """INT8 decode of 8 KV heads with G = 4, pages of 16, metered (with and without group witness) or not."""
+def decode_cases(dim: int, old: bool) -> list[Case]:
+    """INT8 decode of 8 KV heads with G = 4 (or 8), pages of 16, metered or not, as it is launched on a GPU that is
+    ``old`` (before Hopper) or not; where pages may be repaired, the bytes are those of a request without one."""
     layout, stored, spared = KVLayout(dim), KVLayout(dim, stored_witness=True), KVLayout(dim, bypass_pairs=4)
     common: dict[str, Any] = {
         "G": 4,
@@ -144,9 +150,6 @@ def decode_cases(dim: int) -> list[Case]:
         "DV": dim,
         "GV": launch.group_count(dim),
         "PAGE": 16,
-        "M": 4,
-        "DIGITS": True,
-        "N": launch.TILE_TOKENS,
         "SPLIT": slack.SPLIT_TOKENS,
         "SOFT_CAP": False,
         "WINDOW": False,
@@ -163,21 +166,30 @@ def decode_cases(dim: int) -> list[Case]:
         "DOT_ERROR": slack.int8_dot_error(-(-dim // 32)),
     }
     cases = []
+    plain, metered = {"METER": False, "WITNESS": False}, {"METER": True, "WITNESS": False}
     for name, changes, size in (
-        ("decode", {"METER": False, "WITNESS": False}, layout.bytes_per_token_head),
-        ("decode+meter", {"METER": True, "WITNESS": False}, layout.bytes_per_token_head),
+        ("decode", plain, layout.bytes_per_token_head),
+        ("decode+meter", metered, layout.bytes_per_token_head),
         ("decode+meter+witness", {"METER": True, "WITNESS": True}, stored.bytes_per_token_head),
-        ("decode+meter+bypass", {"METER": True, "WITNESS": False, "BYPASS": 8}, spared.bytes_per_token_head),
+        ("decode+meter+bypass", metered | {"BYPASS": 8}, spared.bytes_per_token_head),
+        ("decode+meter+repaired", metered | {"MIXED": True}, layout.bytes_per_token_head),
+        ("decode, G = 8", plain | {"G": 8}, layout.bytes_per_token_head),
+        ("decode+meter, G = 8", metered | {"G": 8}, layout.bytes_per_token_head),
+        ("decode+meter+repaired, G = 8", metered | {"MIXED": True, "G": 8}, layout.bytes_per_token_head),
     ):
+        constants = common | changes
+        shape = tile_shape(torch.bfloat16, constants["G"], constants["MIXED"], old)
+        constants |= {"M": shape.pairs, "N": shape.tokens, "DIGITS": shape.digits}
         # Beside the codes: 4 bytes of row id a token, shared by the heads that read it, 4 of page index a
         # page.
         cases.append(
             Case(
                 name,
                 decode_split,
-                common | changes,
+                constants,
                 {"kw_ptr": "*i32" if dim % 128 == 0 else "*u8"},
-                stages=2,
+                warps=shape.warps,
+                stages=shape.stages,
                 must_not_spill=True,
                 bytes_moved=size + 4,
                 floor=layout.bytes_per_token_head,
@@ -293,8 +305,8 @@ def other_cases(dim: int) -> list[Case]:
     ]
 
 
-def all_cases(dim: int) -> list[Case]:
-    return decode_cases(dim) + other_cases(dim)
+def all_cases(dim: int, arch: int) -> list[Case]:
+    return decode_cases(dim, arch < 90) + other_cases(dim)
 
 
 def main() -> int:
@@ -314,13 +326,15 @@ def main() -> int:
         "|---|---|---|---|---|---|---|---|",
     ]
     failed = False
+    loops = []
     for dim in HEAD_DIMS[-1:] if options.check else HEAD_DIMS:
-        for case in all_cases(dim):
-            if options.only not in case.name or (options.check and not case.must_not_spill):
+        by_arch = {arch: all_cases(dim, arch) for arch in TARGETS}
+        for index, first in enumerate(by_arch[TARGETS[0]]):
+            if options.only not in first.name or (options.check and not first.must_not_spill):
                 continue
             for arch in TARGETS:
-                began, stages = time.time(), min(case.stages, 1 if arch < 90 else 2)
-                result = build(replace(case, stages=stages), arch)
+                case, began = by_arch[arch][index], time.time()
+                result = build(case, arch)
                 moved = "" if case.bytes_moved is None else str(case.bytes_moved)
                 ratio = "" if case.bytes_moved is None or case.floor is None else f"{case.bytes_moved / case.floor:.3f}"
                 lines.append(
@@ -329,7 +343,11 @@ def main() -> int:
                 )
                 print(lines[-1], f"{time.time() - began:.1f} s", flush=True)
                 failed |= case.must_not_spill and result["spills"] > 0
+                if case.kernel is decode_split and not options.check:
+                    shape = (case.warps, case.constants["N"])
+                    loops.append(Loop(case.name, dim, arch, result["cubin"], *shape, case.floor))
     if not options.check and not options.only:
+        lines += loop_table(loops)
         (Path(__file__).parent / "static.md").write_text("\n".join(lines) + "\n")
     if failed:
         print("a decode or extend kernel spills", file=sys.stderr)

@@ -12,6 +12,7 @@ from typing import Any
 import triton.language as tl
 from static import Case, all_cases, build
 
+from witcert_core.kernels.common import launch
 from witcert_core.kernels.repair.triton import repair_kernel
 
 OPTIONS = ("METER", "SOFT_CAP", "WINDOW", "ALIBI", "ROWS", "MIXED", "MULTI", "SINK", "TAIL", "OMEGA", "STEPS")
@@ -19,9 +20,9 @@ SINGLE = ("q_ptr", "k_exact_ptr", "v_exact_ptr", "k_bypass_ptr", "out_ptr", "k_n
 FP32 = dict.fromkeys(SINGLE, "*fp32")
 
 
-def option_cases(dim: int) -> list[Case]:
+def option_cases(dim: int, arch: int) -> list[Case]:
     """One or two specialisations of each kernel."""
-    cases = {case.name: case for case in all_cases(dim)}
+    cases = {case.name: case for case in all_cases(dim, arch)}
 
     def vary(name: str, title: str, types: dict[str, str] | None = None, **changes: Any) -> Case:
         case = cases[name]
@@ -31,10 +32,11 @@ def option_cases(dim: int) -> list[Case]:
     fp8 = {"k_ptr": "*fp8e5", "v_ptr": "*fp8e5", "vw_ptr": "*u8"}
     half = {"q_ptr": "*fp32", "k_ptr": "*fp16", "v_ptr": "*fp16", "vw_ptr": "*u8"}
     wide = {"exact_ptr": "*fp32", "fake_ptr": "*fp32", "pool_ptr": "*fp32", "witness_ptr": "*u8", "slot_ptr": "*i64"}
+    fp32_shape: dict[str, Any] = {"BYPASS": 8, "DIGITS": False, "M": launch.TILE_ROWS}
     side = {"source_ptr": "*bf16", "pool_ptr": "*bf16"}
     return [
         vary("decode+meter+witness", "decode, all options", FLAG=1, BYPASS=8),
-        vary("decode+meter+witness", "decode, fp32", FP32, FLAG=2, P_DTYPE=tl.float32, METER=False, BYPASS=8),
+        vary("decode+meter+witness", "decode, fp32", FP32, FLAG=2, P_DTYPE=tl.float32, METER=False, **fp32_shape),
         vary("merge", "merge, all options", FLAG=1),
         vary("merge", "merge, unmetered", FLAG=2, METER=False, OMEGA=False),
         vary("certify", "certify, all options", FLAG=1),
@@ -52,7 +54,7 @@ def option_cases(dim: int) -> list[Case]:
 
 def main() -> None:
     arch = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-    for case in option_cases(64):
+    for case in option_cases(64, arch):
         result = build(case, arch)
         print(
             f"{case.name:28} sm_{arch} {result['registers']:4} registers, {result['spills']} spilled bytes", flush=True

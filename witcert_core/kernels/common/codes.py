@@ -54,7 +54,7 @@ def code_squares(v):
 @triton.jit
 def weighable(v, P_DTYPE: tl.constexpr):
     """Values in the dtype of the weights; codes exactly."""
-    if _ON_GPU and v.dtype == tl.int8 and P_DTYPE == tl.bfloat16:
+    if _ON_GPU and v.dtype == tl.int8 and tl.bfloat16 == P_DTYPE:
         # Two operands, of which one is not read: Triton then converts before it turns the tile, so that shared memory
         # holds 16-bit numbers, which it can turn, and not bytes, which it cannot.
         return tl.inline_asm_elementwise(_BFLOAT16, "=r,=r,r,r", [v, v], dtype=tl.bfloat16, is_pure=False, pack=4)

@@ -26,8 +26,8 @@ _MOST = tl.constexpr(32639.0)
 
 @triton.jit
 def query_digits(q, NG: tl.constexpr, M: tl.constexpr):
-    """Of a tuple of ``[32, M]`` queries, tuples of int8 ``[32, 2 M]`` (high and low byte of a pair side by side), of
-    fp32 units ``[M]``, NaN where a query is not finite, and of the sums ``[M]`` of what was lost."""
+    """Of a tuple of ``[32, M]`` queries, tuples of their digits (:func:`laid_out`), of fp32 units ``[M]``, NaN where a
+    query is not finite, and of the sums ``[M]`` of what was lost."""
     digits = ()
     units = ()
     lost = ()
@@ -47,7 +47,7 @@ def query_digits(q, NG: tl.constexpr, M: tl.constexpr):
         number = whole.to(tl.int32)
         high = (number + 128) >> 8
         low = number - high * 256
-        both = tl.reshape(tl.join(high.to(tl.int8), low.to(tl.int8)), (32, 2 * M))
+        both = laid_out(high.to(tl.int8), low.to(tl.int8), M)
         digits = digits + (both,)
         # Both are multiples of the last bit of the smaller: the difference is exact.
         lost = lost + (tl.sum(tl.abs(steps - whole), 0) * unit,)
@@ -59,10 +59,23 @@ def query_digits(q, NG: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
+def laid_out(high, low, M: tl.constexpr):
+    """Two digits ``[32, M]`` as :func:`digit_product` takes them: a pair's side by side in one ``[32, 2 M]`` where
+    ``M`` is less than the 8 columns of a tensor core, which it then fills; else two operands."""
+    if M < 8:
+        return (tl.reshape(tl.join(high, low), (32, 2 * M)),)
+    else:
+        return (high, low)
+
+
+@triton.jit
 def digit_product(codes, digits, N: tl.constexpr, M: tl.constexpr):
-    """``sum_i codes_i q_i / unit`` ``[N, M]`` of int8 codes ``[N, 32]`` and digits ``[32, 2 M]``.
+    """``sum_i codes_i q_i / unit`` ``[N, M]`` of int8 codes ``[N, 32]`` and digits.
 
     Exact up to the conversion to fp32: sums of 32 products of bytes, and 256 times one, are within 2^27.
     """
-    high, low = tl.split(tl.reshape(tl.dot(codes, digits), (N, M, 2)))
-    return (high * 256 + low).to(tl.float32)
+    if M < 8:
+        high, low = tl.split(tl.reshape(tl.dot(codes, digits[0]), (N, M, 2)))
+        return (high * 256 + low).to(tl.float32)
+    else:
+        return (tl.dot(codes, digits[0]) * 256 + tl.dot(codes, digits[1])).to(tl.float32)

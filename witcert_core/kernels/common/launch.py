@@ -21,10 +21,9 @@ TILE_TOKENS = 32
 MERGE_BLOCK = 16
 
 
-def num_stages(device: torch.device) -> int:
-    """Pipeline stages of the decode kernel, by what compiles without spills (``bench/static.md``)."""
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9
-    return 1 if old else 2
+def is_old(device: torch.device) -> bool:
+    """Whether the GPU is of a generation before Hopper, for which less fits in registers."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9
 
 
 def weight_dtype(compute: torch.dtype) -> object:

@@ -6,8 +6,8 @@ Shapes: N tokens and M (query row, head) pairs of a tile, NG groups of 32 K chan
 # Triton functions are compiled from their source, so their parameters carry no Python types.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
 # mypy: disable-error-code="assignment,index"
-# Triton has no starred tuples.
-# ruff: noqa: RUF005
+# Triton has no starred tuples, and a compile-time and a run-time test cannot share one condition.
+# ruff: noqa: RUF005, SIM102
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from witcert_core.kernels.common.columns import narrow, widen
 from witcert_core.kernels.common.device import squares
 from witcert_core.kernels.common.digits import digit_product, query_digits
 from witcert_core.kernels.common.dither_terms import row_terms, tile_terms
+from witcert_core.kernels.common.exact_tile import exact_keys
 from witcert_core.kernels.common.paged import locate
 from witcert_core.kernels.common.tiles import (
     load_groups,
@@ -57,7 +58,7 @@ class Cache(NamedTuple):
 class Queries(NamedTuple):
     """What :func:`packed_tile` multiplies codes with.
 
-    Tuples by group: ``parts`` (``[32, M]``, or ``[32, 2 M]`` digits), their ``units [M]``, the terms ``kappa [M]`` of the
+    Tuples by group: ``parts`` (``[32, M]``, or their digits), their ``units [M]``, the terms ``kappa [M]`` of the
     dither row ``leader``; ``bypass [BP, M]``; ``base [M]`` pointers and ``valid [M]``, for rows drawn on the way.
     """
 
@@ -73,20 +74,21 @@ class Queries(NamedTuple):
 class Tile(NamedTuple):
     """What :func:`packed_tile` returns.
 
-    ``z [N, M]`` without the softmax scale; ``v [N, GV, 32]`` to be multiplied with ``v_scales [N, GV]``; scales
-    for radii, 0 where exact: ``k_step`` (tuple of ``[N]``), ``v_step [N, GV]``; ``line [N]`` of the side tensors;
-    tokens ``unknown [N]``: never written, or without a scale; ``v_unknown [N, GV]`` groups; squared norms ``[N]`` of
-    exact keys and bypassed channels.
+    ``z [N, M]`` without the softmax scale; codes ``v [N, GV, 32]``; scales, 0 where exact or none: ``k_step`` (tuple of
+    ``[N]``), ``v_step [N, GV]``; ``line [N]`` of the side tensors; tokens ``unknown [N]``: never written, or without a
+    scale; ``v_unknown [N, GV]`` groups; ``exact [N]`` tokens and their ``exact_line`` in the side pool; squared norms
+    ``[N]`` of exact keys and bypassed channels.
     """
 
     z: tl.tensor
     v: tl.tensor
-    v_scales: tl.tensor
     k_step: tl.tensor
     v_step: tl.tensor
     line: tl.tensor
     unknown: tl.tensor
     v_unknown: tl.tensor
+    exact: tl.tensor
+    exact_line: tl.tensor
     exact_square: tl.tensor
     bypass_square: tl.tensor
 
@@ -156,7 +158,8 @@ def packed_tile(
     Codes are exact in 16 bit, or meet ``DIGITS`` of the query as they are, so ``<q_g, code_g>`` goes through tensor
     cores and only the scales are applied in fp32: ``z = sum_g s_g (<q_g, code_g> - <q_g, u_g>)``. Where every token
     has the dither row ``leader``, ``kappa`` holds ``<q_g, u_g>``; elsewhere the rows are drawn. Tokens of repaired
-    pages (``MIXED``, which excludes ``DIGITS``) take their exact K and V with scale 1 and no dither.
+    pages (``MIXED``) have steps of 0 here; their exact keys are added to ``z``, and their values are the caller's to
+    add (:func:`add_exact_values`). A tile without one reads nothing of the side pool.
     """
     page, offset = locate(cache.indices, page0, token, live, PAGE)
     slot = page * PAGE + offset
@@ -166,17 +169,17 @@ def packed_tile(
     v = load_values(cache.v + page * cache.v_page + offset * cache.v_tok, live, DV, GV)
     k_step, unknown = load_scales(cache.k_scales, line, live, NG)
     v_step, v_unknown = load_scale_tile(cache.v_scales, line, live, NV, GV)
-    v_scales = v_step
     exact_square = tl.zeros((N,), tl.float32)
     bypass_square = tl.zeros((N,), tl.float32)
 
     packed = live
+    exact = live & False
+    exact_line = line
     if MIXED:
         entry = tl.load(cache.exact_index + page * cache.num_kv_heads + cache.kv_head, mask=live, other=-1)
         exact = entry >= 0
         packed = live & (entry < 0)
         exact_line = entry.to(tl.int64) * PAGE + offset
-        v_scales = tl.where(exact[:, None], 1.0, v_scales)
         v_step = tl.where(exact[:, None], 0.0, v_step)
         v_unknown = v_unknown & ~exact[:, None]
     undithered = tl.zeros((N, M), tl.float32)
@@ -203,44 +206,24 @@ def packed_tile(
     for g in tl.static_range(NG):
         s = k_step[g]
         if MIXED:
-            # Group by group: exact keys of a whole tile would not fit in registers.
-            dithered = tl.where(packed & shared, 1.0, 0.0)[:, None]
-            channel = g * 32 + tl.arange(0, 32)
-            k_exact = tl.load(
-                (cache.k_exact + exact_line * D)[:, None] + channel[None, :],
-                mask=exact[:, None] & (channel < D)[None, :],
-                other=0.0,
-            )
-            exact_square += squares((k_exact,), N, 1)
-            keys = tl.where(exact[:, None], k_exact, k[g].to(k_exact.dtype))
-            s = tl.where(exact, 1.0, s)
-            steps = steps + (tl.where(exact, 0.0, k_step[g]),)
-        else:
-            dithered = tl.where(shared, 1.0, 0.0)
-            keys = k[g]
-            steps = steps + (s,)
+            s = tl.where(exact, 0.0, s)
+        steps = steps + (s,)
         if DIGITS:
-            dot = digit_product(keys, queries.parts[g], N, M) * queries.units[g][None, :]
+            dot = digit_product(k[g], queries.parts[g], N, M) * queries.units[g][None, :]
         else:
-            dot = tl.dot(keys.to(queries.parts[g].dtype), queries.parts[g], input_precision="ieee")
-        z += (dot - queries.kappa[g][None, :] * dithered) * s[:, None]
+            dot = tl.dot(k[g].to(queries.parts[g].dtype), queries.parts[g], input_precision="ieee")
+        z += (dot - queries.kappa[g][None, :] * tl.where(shared, 1.0, 0.0)) * s[:, None]
     z -= undithered
     if BYPASS > 0:
         column = tl.arange(0, BP)
-        keep = live[:, None] & (column < BYPASS)[None, :]
-        at = cache.k_bypass + line[:, None] * BYPASS + column[None, :]
-        if MIXED:
-            spared = tl.load(at, mask=keep & packed[:, None], other=0.0)
-            channel = tl.load(cache.channels + column, mask=column < BYPASS, other=0)
-            at = cache.k_exact + (exact_line * D)[:, None] + channel[None, :]
-            spared = tl.where(exact[:, None], tl.load(at, mask=keep & exact[:, None], other=0.0), spared)
-        else:
-            spared = tl.load(at, mask=keep, other=0.0)
+        keep = packed[:, None] & (column < BYPASS)[None, :]
+        spared = tl.load(cache.k_bypass + line[:, None] * BYPASS + column[None, :], mask=keep, other=0.0)
         z += narrow(tl.dot(spared, widen(queries.bypass, M), input_precision="ieee"), M)
         bypass_square = squares((spared,), N, 1)
     if MIXED:
-        v_exact = load_values(cache.v_exact + exact_line * DV, exact, DV, GV)
-        v = tl.where(exact[:, None, None], v_exact, v.to(v_exact.dtype))
+        if tl.max(exact.to(tl.int32), 0) > 0:
+            whole, exact_square = exact_keys(cache, queries.base, queries.valid, exact, exact_line, D, N, M)
+            z += whole
     unknown = packed & (unknown | (row_id == 0))
     v_unknown = v_unknown | (packed & (row_id == 0))[:, None]
-    return Tile(z, v, v_scales, steps, v_step, line, unknown, v_unknown, exact_square, bypass_square)
+    return Tile(z, v, steps, v_step, line, unknown, v_unknown, exact, exact_line, exact_square, bypass_square)

@@ -24,7 +24,7 @@ _WITNESS_UNIT = tl.constexpr(32.0**0.5 / 510.0 * (1.0 + 2.0**-15) * slack.RADIUS
 
 
 class Spread(NamedTuple):
-    """A query's part in the radii of dithered tokens: tuples by group of ``scale ||q_g||_1``, and of its square norm
+    """A query's part in the radii of dithered tokens: tuples by group of ``scale ||q_g||_1`` and of
     ``scale^2 ||q_g||^2``; and ``[M]`` the tail, factors of the first in both radii, arithmetic included, and in the
     arithmetic alone, and whether all this is finite."""
 
@@ -41,9 +41,9 @@ class Spread(NamedTuple):
 def spread_of(q, lost, scale, tail, NG: tl.constexpr, DOT_ERROR: tl.constexpr, DIGITS: tl.constexpr):
     """:class:`Spread` of a tuple of ``[32, M]`` queries, rounded up.
 
-    ``tail [M]`` of :func:`union_tail`, infinite for the half-step radius alone. ``lost`` as :func:`query_digits` has it.
-    The product with the codes errs by at most ``DOT_ERROR`` and what the digits lost, of ``127.5 s_g ||q_g||_1``; the
-    largest such share of any group stands for all of them.
+    ``tail [M]`` of :func:`union_tail`, infinite for the half-step radius alone. ``lost`` as :func:`query_digits` has
+    it. The product with the codes errs by at most ``DOT_ERROR`` and what the digits lost, of ``127.5 s_g ||q_g||_1``;
+    the largest such share of any group stands for all of them.
     """
     norm1 = ()
     square = ()

@@ -18,8 +18,8 @@ from witcert_core.kernels.common.launch import (
     Pages,
     Rows,
     group_count,
+    is_old,
     launch_merge,
-    num_stages,
     scale_words,
     weight_dtype,
     witness_words,
@@ -40,14 +40,17 @@ class TileShape:
     stages: int
 
 
-def tile_shape(dtype: torch.dtype, pairs: int, mixed: bool, device: torch.device) -> TileShape:
+def tile_shape(dtype: torch.dtype, pairs: int, mixed: bool, old: bool) -> TileShape:
     """For queries of ``dtype``, ``pairs`` (query row, head) of a request and KV head, and whether pages may be exact.
 
-    Exact keys and fp32 queries have no digits; the meter's numbers per pair are halved where there are at most four.
+    ``old``: compute capability below 9. The meter's numbers per pair are halved where there are at most four; fp32
+    queries are not met by two bytes.
     """
-    if mixed or dtype == torch.float32:
+    few = pairs <= 4
+    stages = 1 if old or (mixed and not few) else 2
+    if dtype == torch.float32:
         return TileShape(TILE_ROWS, TILE_TOKENS, False, NUM_WARPS, 1)
-    return TileShape(4 if pairs <= 4 else 8, 32, True, 2, num_stages(device))
+    return TileShape(4 if few else TILE_ROWS, TILE_TOKENS, True, 2 if few and not mixed else NUM_WARPS, stages)
 
 
 def launch_decode_split(
@@ -76,7 +79,7 @@ def launch_decode_split(
     kv_heads, page_size, v_dim = k.shape[2], k.shape[1], v.shape[3]
     group = heads // kv_heads
     some_int, some_key = pages.indptr, q
-    shape = tile_shape(q.dtype, call.q_len * group, cache.exact_index is not None, q.device)
+    shape = tile_shape(q.dtype, call.q_len * group, cache.exact_index is not None, is_old(q.device))
     decode_split[(num_rows // call.q_len * -(-call.q_len * group // shape.pairs), kv_heads, splits)](
         q,
         k,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from witcert_core.accumulate import accumulate
-from witcert_core.bypass import taken
 from witcert_core.dither import DitherKey, rows
 from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.bypass import BypassedKeys
@@ -34,7 +33,8 @@ def lost_share(q: Tensor) -> Tensor:
 
     As :func:`witcert_core.kernels.common.digits.query_digits` splits queries ``q [H, D]`` of 16 bit.
     """
-    x = torch.nn.functional.pad(q.to(torch.float64), (0, -q.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    padded = torch.nn.functional.pad(q.to(torch.float64), (0, -q.shape[-1] % 32))
+    x = padded.reshape(q.shape[0], -1, 32)
     largest = x.abs().amax(dim=-1, keepdim=True)
     exponent = torch.frexp(largest).exponent - 15
     unit = torch.exp2(exponent.clamp(min=30 - 127).to(torch.float64))
@@ -95,9 +95,9 @@ class PackedTokens:
         half_steps = radius_dither(packed_q, s, sm_scale, 0.0, num_visible)
         lost = lost_share(packed_q) if digits else 0.0
         c = c + half_steps * (2.0 * slack.MAX_CODE * (slack.int8_dot_error(s.shape[-1]) + lost))
-        c = c + torch.where(self._per_query(q, self.exact), self._product(packed_q, self.k), 0.0) * (
-            abs(sm_scale) * slack.dot_error(q.shape[-1])
-        )
+        length = packed_q.norm(dim=-1) + (q - packed_q).norm(dim=-1)
+        whole = length[:, None] * self._per_query(q, self.k.norm(dim=-1)) * slack.dot_error(q.shape[-1])
+        c = c + torch.where(self._per_query(q, self.exact), whole * abs(sm_scale), 0.0)
         if self.spared is not None:
             c = c + self._product(q - packed_q, self.spared) * (
                 abs(sm_scale) * slack.dot_error(self.spared.shape[2] + 1)
@@ -161,8 +161,7 @@ def read_packed(
         k_steps, v_steps = (torch.where(exact[..., None], 0.0, x) for x in (k_steps, v_steps))
         never = never & ~exact
         if bypass is not None and spared is not None:
-            from_page = taken(whole, bypass.index)
-            spared = torch.where(exact[..., None], from_page, spared)
+            spared = torch.where(exact[..., None], 0.0, spared)
     seen = None if witness is None else gather(witness, slots)
     return PackedTokens(k, v, k_steps, v_steps, seen, never, exact, bypass, spared)
 
@@ -233,7 +232,7 @@ def decode_reference(
             bias = alibi_slopes.to(torch.float64)[:, None] * distance
             z = z + bias
         delta = 0.0 if delta_loc is None else float(delta_loc[r])
-        digits = q.dtype != torch.float32 and repaired is None
+        digits = q.dtype != torch.float32
         c = tokens.key_radius(row, sm_scale, delta, slots.numel(), logits_soft_cap, bias, cast, digits)
         acc[r] = accumulate(z, c, v, tokens.value_radius(v_scale), sinks)
         # Around 0, as in the kernel, which does not know its output before it has seen all values.

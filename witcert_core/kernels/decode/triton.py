@@ -32,6 +32,7 @@ from witcert_core.kernels.common.device import (
     union_tail,
     weigh,
 )
+from witcert_core.kernels.common.exact_tile import add_exact_values
 from witcert_core.kernels.common.packed_tile import Cache, packed_queries, packed_tile
 from witcert_core.kernels.common.paged import left_out, query_tile, visible_span
 from witcert_core.kernels.common.radius import quantization_radius, spread_of
@@ -174,6 +175,9 @@ def decode_split(
     scale = tl.abs(sm_scale)
     whole_length = query_length(q, M, NG) * scale if MIXED else 0.0
     bypass_length = query_length((queries.bypass,), M, 1) * scale if BYPASS > 0 else 0.0
+    if MIXED and BYPASS > 0:
+        # Exact keys meet the whole query.
+        whole_length += bypass_length
     if METER:
         tail = union_tail(limit - first, tl.load(delta_ptr + row, mask=valid, other=0.0))
         spread = spread_of(q, lost, scale, tail, NG, DOT_ERROR, DIGITS)
@@ -228,9 +232,9 @@ def decode_split(
         if METER:
             c = quantization_radius(spread, tile.k_step, kw_ptr, tile.line, live, N, M, NG, WITNESS)
             # Once a token what all its weights have: infinite where its radius is unknown, 0 where it is not there.
-            fixed = fixed_radius(cap, SOFT_CAP, P_DTYPE != tl.float32)
+            fixed = fixed_radius(cap, SOFT_CAP, tl.float32 != P_DTYPE)
             c += tl.where(live, tl.where(tile.unknown, float("inf"), fixed), 0.0)[:, None]
-            if P_DTYPE == tl.float32:
+            if tl.float32 == P_DTYPE:
                 c += far_radius(gap)
             if ALIBI:
                 c += bias_radius(bias)
@@ -240,9 +244,15 @@ def decode_split(
                 c += tl.sqrt(tile.bypass_square)[:, None] * bypass_length[None, :] * BYPASS_DOT_ERROR
             weights = meter_weights(weights, factor, w, tl.where(visible, c, 0.0))
 
-        out = add_values(out, factor, w, tile.v_scales, tile.v, M, P_DTYPE)
+        out = add_values(out, factor, w, tile.v_step, tile.v, M, P_DTYPE)
+        exact_v_square = tl.zeros((N,), tl.float32)
+        if MIXED:
+            if tl.max(tile.exact.to(tl.int32), 0) > 0:
+                out, exact_v_square = add_exact_values(
+                    out, w, cache, tile.exact, tile.exact_line, DV, GV, N, M, P_DTYPE
+                )
         if METER:
-            v_square = tl.sum(tile.v_scales * tile.v_scales * code_squares(tile.v), 1)
+            v_square = tl.sum(tile.v_step * tile.v_step * code_squares(tile.v), 1) + exact_v_square
             # Half a step in each channel, with the 2^-13 that dequantization in fp32 may add.
             channels = tl.minimum(tl.maximum(DV - 32 * tl.arange(0, GV), 0), 32).to(tl.float32)
             steps = tl.where(tile.v_unknown, float("inf"), tile.v_step * tile.v_step)

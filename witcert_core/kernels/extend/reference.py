@@ -95,7 +95,7 @@ def extend_reference(
                 delta = 0.0 if delta_loc is None else float(delta_loc[r])
                 shown = max(prefix - first, 1)
                 scale = sm_scale * k_scale
-                digits = q.dtype != torch.float32 and repaired is None
+                digits = q.dtype != torch.float32
                 before = old.key_radius(row, scale, delta, shown, logits_soft_cap, bias[:, :prefix], cast, digits)
                 c = torch.cat((before, c), dim=-1)
             v = torch.cat((old_v, v_new[low : r + 1].to(torch.float64)))[first:]

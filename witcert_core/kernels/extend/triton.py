@@ -3,7 +3,8 @@
 # Triton functions are compiled from their source, so their parameters carry no Python types.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
 # mypy: disable-error-code="assignment,index"
-# Triton has no starred tuples, and a compile-time and a run-time test cannot share one condition.
+# A compile-time and a run-time test cannot share one condition.
+# ruff: noqa: SIM102
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from witcert_core.kernels.common.device import (
     store_sums,
     weigh,
 )
+from witcert_core.kernels.common.exact_tile import add_exact_values
 from witcert_core.kernels.common.packed_tile import Cache, packed_queries, packed_tile
 from witcert_core.kernels.common.paged import request_span
 from witcert_core.kernels.common.tiles import add_values, load_groups, load_queries, load_values, store_values
@@ -203,7 +205,10 @@ def extend_attention(
                 z += alibi_bias(slope, token, position)
             w, ref, factor, _ = weigh(z, visible, ref)
             total = total * factor + tl.sum(w, 0)
-            out = add_values(out, factor, w, tile.v_scales * v_scale, tile.v, M, P_DTYPE)
+            out = add_values(out, factor, w, tile.v_step * v_scale, tile.v, M, P_DTYPE)
+            if MIXED:
+                if tl.max(tile.exact.to(tl.int32), 0) > 0:
+                    out, _ = add_exact_values(out, w, cache, tile.exact, tile.exact_line, DV, GV, N, M, P_DTYPE)
 
     # From here the queries are whole: the chunk has no bypassed channels.
     q_new = load_queries(q_base, valid, keep_ptr, D, NG, False)
