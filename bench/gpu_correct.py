@@ -17,6 +17,7 @@ from witcert_core.kernels.common.bypass import BypassedKeys
 from witcert_core.kernels.common.pages import PageTable, gather
 from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.extend import extend_int8
+from witcert_core.kernels.repair import RepairedPages, repair_pages
 from witcert_core.kernels.witness import write_with_witness
 from witcert_core.layout import AccField
 from witcert_core.radii import radius_witness
@@ -48,6 +49,8 @@ def to_cpu(value: Any) -> Any:
         return PageTable(value.indptr.cpu(), value.indices.cpu(), value.last_page_len.cpu())
     if isinstance(value, BypassedKeys):
         return BypassedKeys(value.channels.cpu(), value.keep.cpu(), value.k.cpu())
+    if isinstance(value, RepairedPages):
+        return RepairedPages(value.index.cpu(), value.k.cpu(), value.v.cpu())
     return tuple(to_cpu(x) for x in value) if isinstance(value, tuple) else value
 
 
@@ -57,7 +60,7 @@ def reference(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]
 
 
 def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: torch.device) -> list[dict[str, Any]]:
-    """Append, decode, extend, witness and certificate in one dtype; one row of findings each."""
+    """Append, decode, repair, extend, witness and certificate in one dtype; one row of findings each."""
     seed = int(torch.randint(2**31, (1,)))
     g = torch.Generator(device=device).manual_seed(seed)
     kv_heads, group, batch = 2, 4, len(lengths)
@@ -132,6 +135,19 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     same = all(torch.equal(a[0], b[0]) for a, b in zip(got, alone, strict=True))
     findings.append({"check": "alone = in a batch", "ok": same, "detail": "bitwise" if same else "differs"})
 
+    side = every_third_page(table, slots, k, v, codes[0])
+    for name, q_len, more in (
+        ("decode, three rows", 3, {}),
+        ("decode, repaired", 1, {"repaired": side}),
+        ("decode, three repaired", 3, {"repaired": side, "witness": None}),
+        ("decode, half steps", 1, {"bypass": None, "witness": None}),
+    ):
+        several = torch.randn(batch * q_len, kv_heads * group, dim, generator=g, device=device).to(dtype)
+        varied: dict[str, Any] = {**common, "max_kv_len": limit, "q_len": q_len, **more}
+        got = decode_int8(several, *pool, table, row_ids, **varied)
+        want = reference(decode_int8, (several, *pool, table, row_ids), varied)
+        findings.append(verdict(name, error(got[0], want[0]), close, outward(got[2], want[2])))
+
     chunk = 19
     new = [torch.randn(batch * chunk, h, dim, generator=g, device=device).to(dtype) for h in (8, 2, 2)]
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * chunk
@@ -157,6 +173,24 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     for finding in findings:
         finding |= {"dtype": str(dtype).removeprefix("torch."), "seed": seed}
     return findings
+
+
+def every_third_page(table: PageTable, slots: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> RepairedPages:
+    """Every third page exact for all heads, from keys and values ``[tokens, Hkv, D]`` at ``slots``; the rest poison."""
+    shape, device = codes.shape[:3], k.device
+    used = table.indices[::3].contiguous()
+    heads, count = shape[2], used.numel()
+    side = RepairedPages.allocate(shape[0], heads, count * heads + 1, shape[1], k.shape[2], v.shape[2], k.dtype, device)
+    pages = []
+    for x in (k, v):
+        whole = torch.full((shape[0] * shape[1], *x.shape[1:]), float("nan"), dtype=x.dtype, device=device)
+        whole[slots] = x
+        pages.append(whole.view(*shape, x.shape[2])[used.long()])
+    for head in range(heads):
+        entries = torch.arange(count, dtype=torch.int32, device=device) * heads + head
+        exact = [x[:, :, head].contiguous() for x in pages]
+        repair_pages(side, used, torch.full_like(entries, head), entries, *exact)
+    return side
 
 
 def oracle(

@@ -301,6 +301,7 @@ def other_cases(dim: int) -> list[Case]:
         # K and V in 16 bit, 16 band norms and one value norm.
         Case("certify", certify_split, certify, pool, warps=8, stages=1, bytes_moved=4 * dim + 17, floor=4 * dim),
         Case("extend", extend_attention, extend, chunk, must_not_spill=True),
+        Case("extend+repaired", extend_attention, extend | {"MIXED": True}, chunk),
         Case("extend tail", tail_split, tail, chunk, must_not_spill=True),
     ]
 

@@ -170,17 +170,18 @@ def extend_attention(
             num_kv_heads,
             tl.load(head_id_ptr + kv_head),
         )
-        queries, _, _ = packed_queries(
+        queries, _q, _lost = packed_queries(
             cache, q_base, valid, page0, begin, seed, layer, D, NG, PAGE, M, BYPASS, BP, False
         )
         for start in range(begin, prefix, N):
             token = start + tl.arange(0, N)
             live = token < prefix
+            # Past the end the last token stands in: nothing is masked, and no other slot is read.
             tile = packed_tile(
                 cache,
                 queries,
-                token,
-                live,
+                tl.minimum(token, prefix - 1),
+                tl.full((N,), True, tl.int1),
                 page0,
                 seed,
                 layer,
@@ -208,7 +209,7 @@ def extend_attention(
             out = add_values(out, factor, w, tile.v_step * v_scale, tile.v, M, P_DTYPE)
             if MIXED:
                 if tl.max(tile.exact.to(tl.int32), 0) > 0:
-                    out, _ = add_exact_values(out, w, cache, tile.exact, tile.exact_line, DV, GV, N, M, P_DTYPE)
+                    out, _square = add_exact_values(out, w, cache, tile.exact, tile.exact_line, DV, GV, N, M, P_DTYPE)
 
     # From here the queries are whole: the chunk has no bypassed channels.
     q_new = load_queries(q_base, valid, keep_ptr, D, NG, False)
