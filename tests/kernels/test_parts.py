@@ -64,6 +64,13 @@ def special_queries(dtype: torch.dtype, m: int) -> torch.Tensor:
     return q.to(dtype)
 
 
+def missed_bits(q: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+    """Error of each channel in units; half a unit is 2^-14 of the largest channel or less."""
+    steps = q.double() / unit.double()
+    assert bool((unit.double() <= q.double().abs().amax(dim=0).clamp(min=2.0**-83) * 2.0**-13).all())
+    return (steps - steps.round()).abs()
+
+
 @pytest.mark.parametrize("m", [4, 8])
 def test_digits_give_the_exact_product_of_what_they_kept_and_tell_what_they_lost(m: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
@@ -74,7 +81,9 @@ def test_digits_give_the_exact_product_of_what_they_kept_and_tell_what_they_lost
         tokens[0], tokens[1] = 127, -127
         product_kernel[(1,)](q.contiguous(), tokens, z, unit, lost, M=m)
         got = z.double() * unit.double()
-        whole = (q.double() / unit.double()).round().clamp(max=32639)
+        whole = (q.double() / unit.double()).round()
+        assert bool((whole.abs() <= 32639).all())
+        assert bool((missed_bits(q, unit) <= 0.5).all())
         want = tokens.double() @ (whole * unit.double())
         assert bool(((got - want).abs() <= want.abs() * 2.0**-24).all())
         missed = (q.double() - whole * unit.double()).abs().sum(dim=0)

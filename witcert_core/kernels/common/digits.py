@@ -20,8 +20,8 @@ import triton.language as tl
 
 _LEAST = tl.constexpr(30)
 """Least biased exponent of a unit: products with it do not underflow."""
-_MOST = tl.constexpr(32639.0)
-"""Largest number that two signed bytes hold as ``256 high + low``."""
+_FULL = tl.constexpr(0x7EFF00)
+"""Least fraction bits of a number that 2^14 brings to 32639.5 or more; two signed bytes hold ``256 * 127 + 127``."""
 
 
 @triton.jit
@@ -36,14 +36,15 @@ def query_digits(q, NG: tl.constexpr, M: tl.constexpr):
         largest = tl.max(tl.abs(x), 0)
         # A NaN may not reach the maximum; it reaches the sum.
         finite = tl.sum(tl.abs(x), 0) < float("inf")
-        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 14
+        # Sixteen bits below the largest, or fifteen where it is so near a power of two that its digits would not fit.
+        bits = largest.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) - 14 + ((bits & 0x7FFFFF) >= _FULL).to(tl.int32)
         exponent = tl.where(finite, tl.where(exponent < _LEAST, _LEAST, exponent), 127)
         unit = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         # Nearest integer, by leaving no fraction bits; a power of two scales exactly.
         steps = tl.where(finite[None, :], x * inverse[None, :], 0.0)
         whole = (steps + 12582912.0) - 12582912.0
-        whole = tl.where(whole > _MOST, _MOST, whole)
         number = whole.to(tl.int32)
         high = (number + 128) >> 8
         low = number - high * 256

@@ -36,10 +36,10 @@ def lost_share(q: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(q.to(torch.float64), (0, -q.shape[-1] % 32))
     x = padded.reshape(q.shape[0], -1, 32)
     largest = x.abs().amax(dim=-1, keepdim=True)
-    exponent = torch.frexp(largest).exponent - 15
-    unit = torch.exp2(exponent.clamp(min=30 - 127).to(torch.float64))
-    steps = x / unit
-    whole = steps.round().clamp(max=32639.0)
+    mantissa, exponent = torch.frexp(largest)
+    exponent = exponent - 15 + (mantissa * 2.0**15 >= 32639.5).to(torch.int32)
+    steps = x / torch.exp2(exponent.clamp(min=30 - 127).to(torch.float64))
+    whole = steps.round()
     norm = steps.abs().sum(dim=-1)
     share: Tensor = ((steps - whole).abs().sum(dim=-1) / torch.where(norm > 0, norm, 1.0)).amax(dim=-1, keepdim=True)
     return share
