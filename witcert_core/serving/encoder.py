@@ -61,9 +61,9 @@ class Encoder:
         """
         k, v = self._contexts["k"], self._contexts["v"]
         if self.quantizer.tier == "dither":
-            row_ids = self.row_ids[slots]
-            k, v = replace(k, row_ids=row_ids), replace(v, row_ids=row_ids)
-        if states != (None, None):
+            rows, key = self.row_ids[slots], self.dither_key
+            k, v = replace(k, row_ids=rows, dither_key=key), replace(v, row_ids=rows, dither_key=key)
+        if states[0] is not None or states[1] is not None:
             k, v = replace(k, state=states[0]), replace(v, state=states[1])
         return self._coded("k", exact_k, layer, positions, k), self._coded("v", exact_v, layer, positions, v)
 
@@ -88,7 +88,6 @@ class Encoder:
             head_dim=g.head_dim if kind == "k" else g.v_head_dim,
             rotary=g.rotary,
             storage_dtype=g.pool_dtype,
-            dither_key=self.dither_key,
         )
 
     def _table(self, layer: int) -> RotaryTable | None:
