@@ -222,3 +222,13 @@ def test_rows_restored_from_elsewhere_are_unknown() -> None:
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
     assert (step.layers[0].meter[0] == 1).all()
     assert (step.layers[0].meter[1] < 1).all()
+
+
+@pytest.mark.parametrize("prefill_reads", ["chunk_exact", "stored"])
+def test_a_prompts_last_token_alone_is_no_generated_one(prefill_reads: str) -> None:
+    """A prompt that was served before leaves one token to compute; the stride of the generated ones starts after it."""
+    engine = Engine("int8_token_group", meter={"stride": 2}, prefill_reads=prefill_reads)
+    engine.step([20, 21], ForwardMode.EXTEND)
+    rows = [engine.step([1, 1], ForwardMode.EXTEND)[0].rows]
+    rows += [engine.step([1, 1], ForwardMode.DECODE)[0].rows for _ in range(3)]
+    assert [[row.request for row in step] for step in rows] == [[0, 1], [0, 1], [], [0, 1]]

@@ -148,7 +148,7 @@ CONTRACT: tuple[Signature | Members, ...] = (
     ),
     Members(
         f"{_SRT}.model_executor.forward_batch_info.ForwardMode",
-        ("is_decode", "is_idle", "is_cuda_graph", "is_cpu_graph"),
+        ("is_decode", "is_idle", "is_mixed", "is_cuda_graph", "is_cpu_graph"),
     ),
     Members(
         f"{_SRT}.model_executor.model_runner.ModelRunner",

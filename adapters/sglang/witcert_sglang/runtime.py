@@ -186,9 +186,13 @@ class SglangRuntime(Runtime):
 
 def requests_of(batch: Any, req_to_token: Tensor) -> list[RequestPass]:
     """The requests of `batch`; req_to_token [REQUESTS, MAX_CONTEXT] maps a request's positions to slots."""
-    rids = batch.rids or []
-    new_tokens = [1] * len(rids) if batch.forward_mode.is_decode() else [int(n) for n in batch.extend_seq_lens.tolist()]
+    rids, mode = batch.rids or [], batch.forward_mode
+    new_tokens = [1] * len(rids) if mode.is_decode() else [int(n) for n in batch.extend_seq_lens.tolist()]
+    # A batch that mixes prompts with generated tokens does not say which is which.
+    prefilling = None if mode.is_mixed() else not mode.is_decode()
+    slots = [
+        req_to_token[int(batch.req_pool_indices[i]), : int(batch.seq_lens[i])].to(torch.int64) for i in range(len(rids))
+    ]
     return [
-        RequestPass(rid, req_to_token[int(batch.req_pool_indices[i]), : int(batch.seq_lens[i])].to(torch.int64), new)
-        for i, (rid, new) in enumerate(zip(rids, new_tokens, strict=True))
+        RequestPass(rid, mine, new, prefilling) for rid, mine, new in zip(rids, slots, new_tokens, strict=True)
     ]
