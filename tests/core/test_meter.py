@@ -11,9 +11,10 @@ from witcert_core.cells import SOFTMAX_FP32, bounds_of, sum_terms, weight_underf
 from witcert_core.dither import DitherKey
 from witcert_core.errors import InputError
 from witcert_core.layout import AccField
-from witcert_core.meter import measure
+from witcert_core.meter import measure, true_tv
 from witcert_core.radii import CAST_16BIT
 from witcert_core.rotary import RotarySpec
+from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
 from witcert_core.witness import decode_norm, value_codes, witness_codes
 
 SCALE = 0.125
@@ -317,3 +318,20 @@ def test_float16_weights_too_small_to_hold_are_covered():
     for dtype, covered in ((torch.float16, True), (torch.float32, False)):
         terms = sum_terms(z, zero, omega, v, rho, underflow=weight_underflow(count, dtype))
         assert bool(bounds_of(terms, "auto", False).meter >= lost) is covered
+
+
+def test_the_truth_is_never_above_one():
+    """Once a violation: float32 weights summed to 1 + 1e-9, disjoint from the exact ones, under a bound of 1."""
+    above = 0
+    for seed in range(60):
+        g = torch.Generator().manual_seed(seed)
+        q = torch.ones(1, 8)
+        stored = torch.randn(40, 1, 8, generator=g) * 0.3
+        exact = stored - 30.0
+        exact[7] = 30.0  # the exact run looks at one token, the compressed one at all others
+        stored[7] = -30.0
+        single = softmax_with_sink(attention_logits(q, stored, 1.0))
+        truth = softmax_with_sink(attention_logits(q.double(), exact.double(), 1.0))
+        above += float(total_variation(truth, single)) > 1.0
+        assert true_tv(q, stored, exact, 1.0, 0.0, None).item() <= 1.0
+    assert above > 0, "no case of the kind was drawn"
