@@ -10,9 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from witcert_core.errors import InputError
 from witcert_core.kernels.common import codes
 from witcert_core.kernels.common.device import growth
 from witcert_core.kernels.common.digits import digit_product, query_digits
+from witcert_core.kernels.common.pages import check_int8_cache
 from witcert_core.kernels.common.tiles import load_scale_tile, load_scales
 from witcert_core.kernels.decode.reference import lost_share
 
@@ -133,6 +135,9 @@ def run_ptx(source: str, registers: dict[str, int]) -> None:
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
 
+    def signed(word: int, i: int) -> int:
+        return ((word >> 8 * i & 255) ^ 128) - 128
+
     def half(word: int, i: int) -> torch.Tensor:
         return torch.tensor([word >> 16 * i & 0xFFFF], dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double()
 
@@ -152,12 +157,14 @@ def run_ptx(source: str, registers: dict[str, int]) -> None:
                 exact = [half(a, i) * half(more[0], i) + half(more[1], i) for i in range(2)]
                 assert all(x == x.bfloat16().double() for x in exact)
                 result = sum((int(x.bfloat16().view(torch.int16)) & 0xFFFF) << 16 * i for i, x in enumerate(exact))
+            case "dp4a.s32.s32":
+                result = sum(signed(a, i) * signed(more[0], i) for i in range(4)) + more[1]
             case _:
                 raise AssertionError(opcode)
         registers[target] = result
 
 
-def test_assembly_for_gpus_gives_every_code() -> None:
+def test_assembly_for_gpus_gives_every_code_and_its_square() -> None:
     for first in range(-128, 128, 4):
         four = [first, first + 1, first + 2, first + 3]
         word = sum((x & 255) << 8 * i for i, x in enumerate(four))
@@ -165,3 +172,32 @@ def test_assembly_for_gpus_gives_every_code() -> None:
         run_ptx(re.sub(r"\.reg[^;]*;", "", codes._BFLOAT16.value), registers)
         halves = [registers[f"${i // 2}"] >> 16 * (i % 2) & 0xFFFF for i in range(4)]
         assert torch.tensor(halves).to(torch.int16).view(torch.bfloat16).tolist() == four
+        registers = {"$1": word}
+        run_ptx(codes._SQUARES.value, registers)
+        assert registers["$0"] == sum(x * x for x in four)
+
+
+@triton.jit
+def squares_kernel(v_ptr, out_ptr, D: tl.constexpr, GV: tl.constexpr):
+    token, group = tl.arange(0, 4), tl.arange(0, GV)
+    squares = codes.code_squares(v_ptr + token * D, D, GV)
+    tl.store(out_ptr + token[:, None] * GV + group[None, :], squares)
+
+
+@pytest.mark.parametrize("head_dim", [32, 80, 128])
+def test_squares_of_words_are_those_of_their_codes(head_dim: int) -> None:
+    v = torch.randint(-128, 128, (5, head_dim), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+    v[0, :4] = torch.tensor([-128, 127, 0, -1])
+    groups = triton.next_power_of_2(-(-head_dim // 32))
+    found = torch.full((4, groups), -1.0)
+    squares_kernel[(1,)](v, found, head_dim, groups)
+    square = torch.nn.functional.pad(v[:4].double().square(), (0, groups * 32 - head_dim))
+    assert torch.equal(found.double(), square.unflatten(1, (groups, 32)).sum(-1))
+
+
+def test_codes_that_cannot_be_read_as_words_are_refused() -> None:
+    k = torch.zeros(2, 1, 1, 64, dtype=torch.int8)
+    v = torch.zeros(2 * 64 + 2, dtype=torch.int8)[2:].view(2, 1, 1, 64)
+    scales = torch.zeros(2, 1, 1, 2, dtype=torch.float16)
+    with pytest.raises(InputError, match="begin 2 bytes into their memory"):
+        check_int8_cache(k, v, scales, scales)

@@ -74,14 +74,15 @@ class Queries(NamedTuple):
 class Tile(NamedTuple):
     """What :func:`packed_tile` returns.
 
-    ``z [N, M]`` without the softmax scale; codes ``v [N, GV, 32]``; scales, 0 where exact or none: ``k_step`` (tuple of
-    ``[N]``), ``v_step [N, GV]``; ``line [N]`` of the side tensors; tokens ``unknown [N]``: never written, or without a
-    scale; ``v_unknown [N, GV]`` groups; ``exact [N]`` tokens and their ``exact_line`` in the side pool; squared norms
-    ``[N]`` of exact keys and bypassed channels.
+    ``z [N, M]`` without the softmax scale; codes ``v [N, GV, 32]``, read from ``v_at [N]``; scales, 0 where exact or
+    none: ``k_step`` (tuple of ``[N]``), ``v_step [N, GV]``; ``line [N]`` of the side tensors; tokens ``unknown [N]``:
+    never written, or without a scale; ``v_unknown [N, GV]`` groups; ``exact [N]`` tokens and their ``exact_line`` in
+    the side pool; squared norms ``[N]`` of exact keys and bypassed channels.
     """
 
     z: tl.tensor
     v: tl.tensor
+    v_at: tl.tensor
     k_step: tl.tensor
     v_step: tl.tensor
     line: tl.tensor
@@ -166,7 +167,8 @@ def packed_tile(
     line = slot * cache.num_kv_heads + cache.kv_head
     row_id = tl.load(cache.row_ids + slot, mask=live, other=0)
     k = load_groups(cache.k + page * cache.k_page + offset * cache.k_tok, live, D, NG)
-    v = load_values(cache.v + page * cache.v_page + offset * cache.v_tok, live, DV, GV)
+    v_at = cache.v + page * cache.v_page + offset * cache.v_tok
+    v = load_values(v_at, live, DV, GV)
     k_step, unknown = load_scales(cache.k_scales, line, live, NG)
     v_step, v_unknown = load_scale_tile(cache.v_scales, line, live, NV, GV)
     exact_square = tl.zeros((N,), tl.float32)
@@ -226,4 +228,4 @@ def packed_tile(
             z += whole
     unknown = packed & (unknown | (row_id == 0))
     v_unknown = v_unknown | (packed & (row_id == 0))[:, None]
-    return Tile(z, v, steps, v_step, line, unknown, v_unknown, exact, exact_line, exact_square, bypass_square)
+    return Tile(z, v, v_at, steps, v_step, line, unknown, v_unknown, exact, exact_line, exact_square, bypass_square)

@@ -101,5 +101,11 @@ def check_int8_cache(k: Tensor, v: Tensor, k_scales: Tensor, v_scales: Tensor) -
     """Codes int8 and their fp16 scales ``[P, page_size, Hkv, Gr]``."""
     if k.dtype != torch.int8 or v.dtype != torch.int8:
         raise InputError(f"the packed cache is {k.dtype} and {v.dtype}; codes are torch.int8")
+    # Also the channels: kernels read four codes of V as a word.
+    if any(n % 4 for n in (*v.stride()[:3], v.shape[3], v.storage_offset())):
+        raise InputError(
+            f"V codes have strides {v.stride()}, {v.shape[3]} channels and begin {v.storage_offset()} bytes into their "
+            "memory; all but the last stride must be multiples of 4"
+        )
     check_side("k_scales", k_scales, k, num_groups(k.shape[-1]), torch.float16)
     check_side("v_scales", v_scales, v, num_groups(v.shape[-1]), torch.float16)

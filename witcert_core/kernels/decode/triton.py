@@ -252,7 +252,7 @@ def decode_split(
                     out, w, cache, tile.exact, tile.exact_line, DV, GV, N, M, P_DTYPE
                 )
         if METER:
-            v_square = tl.sum(tile.v_step * tile.v_step * code_squares(tile.v), 1) + exact_v_square
+            v_square = tl.sum(tile.v_step * tile.v_step * code_squares(tile.v_at, DV, GV), 1) + exact_v_square
             # Half a step in each channel, with the 2^-13 that dequantization in fp32 may add.
             channels = tl.minimum(tl.maximum(DV - 32 * tl.arange(0, GV), 0), 32).to(tl.float32)
             steps = tl.where(tile.v_unknown, float("inf"), tile.v_step * tile.v_step)
