@@ -10,7 +10,7 @@ from torch import Tensor
 
 from witcert_core.bands import band_map, group_map
 from witcert_core.capacity import side_bytes_per_head
-from witcert_core.errors import InputError, UnsupportedError
+from witcert_core.errors import InputError
 from witcert_core.hooks import quantizer_registry
 from witcert_core.meter import CellBatch, measure
 from witcert_core.quantizers.base import QuantContext
@@ -126,8 +126,12 @@ def test_what_is_no_number_has_no_estimate(value: float) -> None:
 def test_other_widths_are_refused() -> None:
     with pytest.raises(InputError, match="3 bits a channel; allowed are 2, 4, 8"):
         encode_sketch(torch.ones(1, 1, 4), group_map(4, 4), 3)
-    with pytest.raises(UnsupportedError, match="'int8_dither' is dithered"):
-        make_store("int8_dither", 4)
+
+
+def test_with_a_sketch_a_dithered_quantizer_keeps_the_error_it_made() -> None:
+    assert make_store("int8_dither", 0)[0].scales is not None
+    side = make_store("int8_dither", 4)[0]
+    assert side.scales is None and side.witness is not None and side.key_sketch is not None
 
 
 @pytest.mark.parametrize("bits", [0, 2, 4])

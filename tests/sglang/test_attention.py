@@ -24,7 +24,7 @@ def test_decode_is_bounded(name: str, dtype: torch.dtype) -> None:
     check_decode(name, Engine(name, dtype), dtype)
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3_cast", "int4_token_group", "int2_token_group"])
+@pytest.mark.parametrize("name", ["fp8_e4m3_cast", "int4_token_group", "int2_token_group", "int8_dither"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_decode_is_bounded_with_a_sketch(name: str, dtype: torch.dtype) -> None:
     check_decode(name, Engine(name, dtype, meter={"sketch_bits": 4}), dtype)
