@@ -131,7 +131,9 @@ def test_other_widths_are_refused() -> None:
 def test_with_a_sketch_a_dithered_quantizer_keeps_the_error_it_made() -> None:
     assert make_store("int8_dither", 0)[0].scales is not None
     side = make_store("int8_dither", 4)[0]
-    assert side.scales is None and side.witness is not None and side.key_sketch is not None
+    assert side.scales is None
+    assert side.witness is not None
+    assert side.key_sketch is not None
 
 
 @pytest.mark.parametrize("bits", [0, 2, 4])

@@ -66,7 +66,8 @@ def same(one: SlotStore, other: SlotStore) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "sketch_bits"), [("int4_token_group", 0), ("int4_token_group", 4), ("int8_dither_w", 0), ("int8_dither", 4)]
+    ("name", "sketch_bits"),
+    [("int4_token_group", 0), ("int4_token_group", 4), ("int8_dither_w", 0), ("int8_dither", 4)],
 )
 @pytest.mark.parametrize("seed", range(6))
 def test_waiting_changes_nothing(name: str, sketch_bits: int, seed: int) -> None:
