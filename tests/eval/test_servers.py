@@ -121,10 +121,14 @@ def test_a_run_that_is_ended_leaves_no_server_and_goes_on(
     monkeypatch.setattr(served.ServedAsker, "ask", ends)
     wanted = command(tmp_path, "--quantizers", "fp8_e4m3_cast", "--modes", "gated", "--parallel", "1")
     before = signal.getsignal(signal.SIGTERM)
+    # What a shell starts in the background inherits an ignored SIGINT, and would keep it.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         ended = main(wanted)
     except SystemExit as error:
         ended = error.code
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert ended == code
     assert signal.getsignal(signal.SIGTERM) is before
     assert not fakes()
