@@ -20,7 +20,7 @@ from witcert_core.errors import InputError
 from witcert_core.kernels.counters import MEASURED, advanced
 from witcert_core.layout import NUM_ACC_FIELDS
 from witcert_core.meter import CellBatch
-from witcert_core.serving.kernel_cells import kernel_cells, output_norm_down
+from witcert_core.serving.kernel_cells import kernel_cells, output_norm_down, visible_tokens
 from witcert_core.serving.rows import MeteredRow
 from witcert_core.serving.step import StepCells
 
@@ -98,12 +98,10 @@ class CapturedCells:
         found = {}
         for i, (layer, fact) in enumerate(zip(self.layers, facts, strict=True)):
             if status[i] == MEASURED:
-                seen = [row.position + 1 for row in rows]
-                window = fact.window_left + 1 if fact.window_left >= 0 else None
                 found[layer] = kernel_cells(
                     self.acc[i][places],
                     self.norm[i][places],
-                    num_visible=seen if window is None else [min(n, window) for n in seen],
+                    num_visible=visible_tokens(rows, fact.window_left),
                     delta_loc=delta_loc,
                     form=form,
                     has_sink=fact.has_sink,

@@ -1,4 +1,4 @@
-"""Cells from a kernel's accumulators: float32 sums, and the output in the engine's own dtype."""
+"""What kernels take of a pass, and cells of their accumulators: float32 sums, outputs in the engine's own dtype."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor
 
 from witcert_core.cells import Terms, weight_underflow
 from witcert_core.kernels.certify import Certificate
+from witcert_core.kernels.common.pages import PageTable
 from witcert_core.layout import AccField
 from witcert_core.meter import CellBatch, cell_batch
+from witcert_core.serving.rows import MeteredRow
 
 NORM_DOWN = {torch.float32: 1.0 - 2.0**-11, torch.float16: 1.0 - 2.0**-8, torch.bfloat16: 1.0 - 2.0**-6}
 """Covers the kernel's fp32 sums and the rounding of its output: bounds need the norm from below."""
@@ -19,6 +21,23 @@ NORM_DOWN = {torch.float32: 1.0 - 2.0**-11, torch.float16: 1.0 - 2.0**-8, torch.
 def output_norm_down(out: Tensor) -> Tensor:
     """Float32 [...] of out [..., Dv], not above the norm of what the weights and values give in real arithmetic."""
     return out.float().square().sum(-1).sqrt() * NORM_DOWN[out.dtype]
+
+
+def visible_tokens(rows: Sequence[MeteredRow], window_left: int) -> list[int]:
+    """How many tokens each row sees; window_left negative for no window."""
+    seen = [row.position + 1 for row in rows]
+    return seen if window_left < 0 else [min(n, window_left + 1) for n in seen]
+
+
+def token_pages(slots: Sequence[Tensor], device: str | torch.device) -> tuple[PageTable, int]:
+    """Pages of one token each, whatever the engine's page size: a slot is a page. And the longest request's length.
+
+    slots[i] [S_i]: those of request i in order of position.
+    """
+    lengths = torch.tensor([0, *(s.numel() for s in slots)])
+    flat = torch.cat(list(slots)) if slots else torch.zeros(0)
+    indptr, last = lengths.cumsum(0).to(torch.int32), torch.ones(len(slots), dtype=torch.int32)
+    return PageTable(indptr.to(device), flat.to(device, torch.int32), last.to(device)), int(lengths.max())
 
 
 def kernel_cells(

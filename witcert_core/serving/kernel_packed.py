@@ -28,7 +28,7 @@ from witcert_core.quantizers.int8_dither import Int8Dither
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.kernel_cells import kernel_cells, output_norm_down, spend_down
+from witcert_core.serving.kernel_cells import kernel_cells, output_norm_down, spend_down, token_pages, visible_tokens
 from witcert_core.serving.measuring import joined
 from witcert_core.serving.packed import PackedStorage
 from witcert_core.serving.rows import RowPlan
@@ -151,7 +151,7 @@ class KernelPacked(PackedStorage):
             place = {int(token): i for i, token in enumerate(tokens)}
             local = torch.tensor([place[plan.rows[number].token] for number in rows], dtype=torch.int64)
             read = [plan.requests[i] if stored[i] else plan.requests[i][: -plan.new_tokens[i]] for i in requests]
-            table, longest = self._table(read)
+            table, longest = token_pages(read, self.row_bits.device)
             device = early.device
             groups.append(
                 Group(requests, stored[requests[0]], tokens.to(device), rows, local.to(device), table, longest)
@@ -237,14 +237,6 @@ class KernelPacked(PackedStorage):
             "bypass": self.bypassed.get(call.layer),
         }
 
-    def _table(self, slots: list[Tensor]) -> tuple[PageTable, int]:
-        """Pages of one token each, whatever the engine's page size: a slot is a page."""
-        device = self.row_bits.device
-        lengths = torch.tensor([0, *(s.numel() for s in slots)])
-        flat = torch.cat(slots) if slots else torch.zeros(0)
-        indptr, last = lengths.cumsum(0).to(torch.int32), torch.ones(len(slots), dtype=torch.int32)
-        return PageTable(indptr.to(device), flat.to(device, torch.int32), last.to(device)), int(lengths.max())
-
     def _append(self, call: AttentionCall) -> None:
         """Codes, scales, witness and outliers of the call's tokens."""
         self._choose_channels(call)
@@ -290,12 +282,10 @@ class KernelPacked(PackedStorage):
         spent: list[float],
         truth: Tensor | None,
     ) -> CellBatch:
-        window = call.window_left + 1 if call.window_left >= 0 else None
-        seen = [plan.rows[number].position + 1 for number in rows]
         return kernel_cells(
             acc,
             output_norm_down(out),
-            num_visible=seen if window is None else [min(n, window) for n in seen],
+            num_visible=visible_tokens([plan.rows[number] for number in rows], call.window_left),
             delta_loc=spent,
             form=self.policy.meter.form,
             has_sink=call.sinks is not None,

@@ -22,7 +22,7 @@ from witcert_core.pool import Pool
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.kernel_cells import certified_cells, output_norm_down, spend_down
+from witcert_core.serving.kernel_cells import certified_cells, output_norm_down, spend_down, token_pages, visible_tokens
 from witcert_core.serving.rows import RowPlan
 from witcert_core.serving.simulated import SimulatedCache
 from witcert_core.serving.step import StepCells
@@ -95,13 +95,7 @@ class KernelSimulated(SimulatedCache):
         """The rows of a pass: the same in all its layers."""
         if self._rows is None or self._rows.plan is not plan:
             device = torch.device(self.geometry.device)
-            slots = plan.metered_requests()
-            lengths = torch.tensor([0, *(s.numel() for s in slots)])
-            table = PageTable(
-                lengths.cumsum(0).to(device, torch.int32),
-                torch.cat(slots).to(device, torch.int32),
-                torch.ones(len(slots), dtype=torch.int32, device=device),
-            )
+            table, longest = token_pages(plan.metered_requests(), device)
 
             def column(values: list[int], dtype: torch.dtype) -> Tensor:
                 return torch.tensor(values, dtype=dtype).to(device)
@@ -109,7 +103,7 @@ class KernelSimulated(SimulatedCache):
             self._rows = Rows(
                 plan,
                 table,
-                int(lengths.max()),
+                longest,
                 column([row.request for row in plan.rows], torch.int32),
                 column([row.position for row in plan.rows], torch.int32),
                 column([row.token for row in plan.rows], torch.int64),
@@ -146,12 +140,10 @@ class KernelSimulated(SimulatedCache):
             layer=call.layer,
             **law,
         )
-        window = call.window_left + 1 if call.window_left >= 0 else None
-        seen = [row.position + 1 for row in rows.plan.rows]
         return certified_cells(
             found,
             norm,
-            num_visible=seen if window is None else [min(n, window) for n in seen],
+            num_visible=visible_tokens(rows.plan.rows, call.window_left),
             delta_loc=deltas,
             form=self.policy.meter.form,
             has_sink=call.sinks is not None,
