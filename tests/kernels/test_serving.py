@@ -17,14 +17,14 @@ from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.kernel_packed import KernelPacked, packed_storage
 from witcert_core.serving.packed import PackedStorage
-from witcert_core.serving.rows import RequestPass
 from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.step import StepCells
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
 
+from .two_requests import Pass, TwoRequests
+
 HQ, HKV, D, SLOTS, LAYER = 4, 2, 64, 150, 0
 SCALE = D**-0.5
-Pass = list[tuple[int, bool]]  # new tokens of each request, and whether they read what is stored
 
 
 class Served:
@@ -56,38 +56,30 @@ class Served:
         cache = self.runtime.cache
         assert isinstance(cache, PackedStorage)
         cache.cache.key = self.runtime.encoder.dither_key
-        self.slots = torch.randperm(SLOTS - 1, generator=self.gen).view(-1)[:140].view(2, 70) + 1
-        self.lens = [0, 0]
+        self.requests = TwoRequests(SLOTS, self.gen)
         self.exact = {x: torch.zeros(2, 70, HKV, D) for x in "kv"}
 
     def step(
         self, new: Pass, through: Callable[[AttentionCall], Tensor] | None = None, **options: Any
     ) -> tuple[StepCells, Tensor, Tensor]:
         """One pass; returns its cells, the queries [N, HQ, D] and outputs [N, HQ, D]. through: in attention's place."""
-        counts = [n for n, _ in new]
-        total = sum(counts)
+        total = sum(n for n, _ in new)
         q, k, v = (torch.randn(total, h, D, generator=self.gen) * 2 for h in (HQ, HKV, HKV))
         k[..., 5] *= 20
-        spans = [range(a, a + n) for a, n in zip(self.lens, counts, strict=True)]
-        self.lens = [a + n for a, n in zip(self.lens, counts, strict=True)]
-        out_slots = torch.cat([self.slots[i, list(s)] for i, s in enumerate(spans)])
+        spans, of_pass = self.requests.begin(self.runtime, new)
         done = 0
         for i, s in enumerate(spans):
             for x, part in (("k", k), ("v", v)):
                 self.exact[x][i, s.start : s.stop] = part[done : done + len(s)]
             done += len(s)
-        requests = [RequestPass("ab"[i], self.slots[i, : self.lens[i]], counts[i]) for i in range(2)]
-        self.runtime.begin(requests, out_slots)
         call = AttentionCall(
             layer=LAYER,
             q=q,
             exact_k=k,
             exact_v=v,
-            slots=out_slots,
-            positions=torch.cat([torch.arange(s.start, s.stop) for s in spans]),
             sm_scale=SCALE,
             run=lambda *_: pytest.fail("the packed cache attends by itself"),
-            reads_stored=torch.cat([torch.full((n,), stored) for n, stored in new]),
+            **of_pass,
             **options,
         )
         out = (through or self.runtime.attend)(call).view(total, HQ, D)
@@ -97,7 +89,7 @@ class Served:
 
     def truth(self, request: int, position: int, q: Tensor, own_from: int, **options: Any) -> tuple[Tensor, ...]:
         """True TV and output error [HQ] of a row whose request reads tokens from `own_from` on exactly."""
-        slots = self.slots[request, : position + 1]
+        slots = self.requests.slots[request, : position + 1]
         cache = self.runtime.cache
         assert isinstance(cache, PackedStorage)
         stored = dict(zip("kv", cache.cache.read(LAYER, slots), strict=True))
@@ -135,7 +127,7 @@ def test_kernels_serve_what_the_reference_serves(name: str) -> None:
     """Equal codes, outputs but for fp32, and bounds near each other on the same rows; none below the truth."""
     ours, theirs = Served(KernelPacked, name), Served(PackedStorage, name)
     for new in PASSES:
-        starts = list(ours.lens)
+        starts = list(ours.requests.lens)
         (mine, q, out), (other, _, expected) = ours.step(new), theirs.step(new)
         layers_equal(theirs.layer, ours.layer)
         assert torch.allclose(out, expected, atol=2e-5)
@@ -171,7 +163,7 @@ def test_kernels_serve_what_the_reference_serves(name: str) -> None:
 def test_what_only_kernels_attend_to(options: dict[str, Any]) -> None:
     ours = Served(KernelPacked, "int8_dither")
     for new in PASSES:
-        starts = list(ours.lens)
+        starts = list(ours.requests.lens)
         step, q, out = ours.step(new, **options)
         for i, row in enumerate(step.rows):
             own_from = row.position + 1 if new[row.request][1] else starts[row.request]
@@ -196,7 +188,7 @@ def test_slots_never_written_are_unknown() -> None:
     ours.step(PASSES[0])
     cache = ours.runtime.cache
     assert isinstance(cache, KernelPacked)
-    cache.row_bits[ours.slots[1, 4]] = 0
+    cache.row_bits[ours.requests.slots[1, 4]] = 0
     step, _, _ = ours.step([(1, True), (1, True)])
     assert (step.layers[LAYER].meter[0] < 1).all()
     assert (step.layers[LAYER].meter[1] == 1).all()

@@ -14,15 +14,15 @@ from witcert_core.rotary import RotarySpec
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.kernel_simulated import KernelSimulated, simulated_cache
-from witcert_core.serving.rows import RequestPass
 from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.simulated import SimulatedCache
 from witcert_core.serving.step import StepCells
 from witcert_core.tv import attention_logits, softmax_with_sink
 
+from .two_requests import Pass, TwoRequests
+
 HQ, HKV, D, SLOTS, LAYER = 4, 2, 64, 150, 0
 SCALE = D**-0.5
-Pass = list[tuple[int, bool]]  # new tokens of each request, and whether they read what is stored
 PASSES: list[Pass] = [
     [(40, False), (13, False)],  # cold chunks
     [(1, True), (3, False)],  # a decode row beside a chunk over a prefix
@@ -64,35 +64,27 @@ class Served:
             self.runtime = Runtime(
                 "test", policy, policy.build_quantizer(), geometry, lambda e: kind(policy, geometry, self.pool, e), None
             )
-        self.slots = torch.randperm(SLOTS - 1, generator=self.gen)[:140].view(2, 70) + 1
-        self.lens = [0, 0]
+        self.requests = TwoRequests(SLOTS, self.gen)
 
     def step(self, new: Pass, **options: Any) -> tuple[StepCells, Tensor]:
         """One pass; its cells and outputs [N, HQ, D]."""
-        counts = [n for n, _ in new]
-        total = sum(counts)
+        total = sum(n for n, _ in new)
         q, k, v = ((torch.randn(total, h, D, generator=self.gen) * 2).to(self.dtype) for h in (HQ, HKV, HKV))
-        spans = [range(a, a + n) for a, n in zip(self.lens, counts, strict=True)]
-        self.lens = [a + n for a, n in zip(self.lens, counts, strict=True)]
-        out_slots = torch.cat([self.slots[i, list(s)] for i, s in enumerate(spans)])
+        spans, of_pass = self.requests.begin(self.runtime, new)
 
         def run(own_k: Tensor | None, own_v: Tensor | None) -> Tensor:
-            self.pool.write(LAYER, out_slots, k if own_k is None else own_k, v if own_v is None else own_v)
+            self.pool.write(LAYER, of_pass["slots"], k if own_k is None else own_k, v if own_v is None else own_v)
             rows = [(i, p) for i, s in enumerate(spans) for p in s]
             return torch.stack([self.attend(q[t], i, p, **options) for t, (i, p) in enumerate(rows)]).to(self.dtype)
 
-        requests = [RequestPass("ab"[i], self.slots[i, : self.lens[i]], counts[i]) for i in range(2)]
-        self.runtime.begin(requests, out_slots)
         call = AttentionCall(
             layer=LAYER,
             q=q,
             exact_k=k,
             exact_v=v,
-            slots=out_slots,
-            positions=torch.cat([torch.arange(s.start, s.stop) for s in spans]),
             sm_scale=SCALE,
             run=run,
-            reads_stored=torch.cat([torch.full((n,), stored) for n, stored in new]),
+            **of_pass,
             **options,
         )
         out = self.runtime.attend(call)
@@ -110,7 +102,7 @@ class Served:
         sinks: Tensor | None = None,
     ) -> Tensor:
         first = max(position - window_left, 0) if window_left >= 0 else 0
-        k, v = (x.float() for x in self.pool.read(LAYER, self.slots[request, first : position + 1]))
+        k, v = (x.float() for x in self.pool.read(LAYER, self.requests.slots[request, first : position + 1]))
         weights = softmax_with_sink(attention_logits(q.float(), k, SCALE, logits_soft_cap), sinks)[:, : len(k)]
         return torch.einsum("kgs,skd->kgd", weights.reshape(HKV, HQ // HKV, -1), v).flatten(0, 1)
 
@@ -172,7 +164,7 @@ def test_what_certify_does_not_know_is_left_to_the_reference() -> None:
 def test_slots_never_written_are_unknown() -> None:
     ours = Served(simulated_cache, "int4_token_group", torch.float32)
     ours.step(PASSES[0])
-    ours.runtime.cache.overwritten(ours.slots[1, 4:5])
+    ours.runtime.cache.overwritten(ours.requests.slots[1, 4:5])
     step, _ = ours.step([(1, True), (1, True)])
     assert (step.layers[LAYER].meter[0] < 1).all()
     assert (step.layers[LAYER].meter[1] == 1).all()

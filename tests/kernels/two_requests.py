@@ -1,0 +1,33 @@
+"""Two requests whose passes a test drives through the serving runtime by hand, in scattered slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from witcert_core.serving.rows import RequestPass
+from witcert_core.serving.runtime import Runtime
+
+Pass = list[tuple[int, bool]]  # new tokens of each request, and whether they read what is stored
+
+
+class TwoRequests:
+    """slots [2, 70] among `num_slots`, 0 left out; lens: tokens of each so far."""
+
+    def __init__(self, num_slots: int, gen: torch.Generator) -> None:
+        self.slots = torch.randperm(num_slots - 1, generator=gen)[:140].view(2, 70) + 1
+        self.lens = [0, 0]
+
+    def begin(self, runtime: Runtime, new: Pass) -> tuple[list[range], dict[str, Tensor]]:
+        """Announce a pass. The positions of each request's new tokens, and what an `AttentionCall` says of them."""
+        counts = [n for n, _ in new]
+        spans = [range(a, a + n) for a, n in zip(self.lens, counts, strict=True)]
+        self.lens = [a + n for a, n in zip(self.lens, counts, strict=True)]
+        out_slots = torch.cat([self.slots[i, list(s)] for i, s in enumerate(spans)])
+        requests = [RequestPass("ab"[i], self.slots[i, : self.lens[i]], counts[i]) for i in range(2)]
+        runtime.begin(requests, out_slots)
+        return spans, {
+            "slots": out_slots,
+            "positions": torch.cat([torch.arange(s.start, s.stop) for s in spans]),
+            "reads_stored": torch.cat([torch.full((n,), stored) for n, stored in new]),
+        }
