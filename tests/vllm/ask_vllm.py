@@ -9,23 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
-
-def pretend_triton_runs_here() -> None:
-    """Before vLLM is imported."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    import triton.backends
-
-    class Driver:
-        @staticmethod
-        def is_active() -> bool:
-            return True
-
-    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "vllm"))
+from engine_process import let_triton_run_here
 
 
 def runner_name(worker: Any) -> str:
@@ -35,7 +23,7 @@ def runner_name(worker: Any) -> str:
 def main(case_path: str, out_path: str) -> None:
     case = json.loads(Path(case_path).read_text())
     if case["v2"]:
-        pretend_triton_runs_here()
+        let_triton_run_here()
     os.environ.update({"WITCERT_POLICY": case["policy"], "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `runner_name` below
     from vllm import LLM, SamplingParams
