@@ -207,6 +207,25 @@ def test_an_aborted_request_is_reported_and_leaves_nothing_behind(either: Metere
     assert_same_meter(measured(either, before), measured(either, after), rows=len(after["output_ids"]))
 
 
+def test_an_abort_between_two_chunks_is_reported_and_forgotten(busy: Metered) -> None:
+    """Such a request ends outside the output stream; a later one of the same id begins with nothing."""
+    request_id, ids = "aborted-between-chunks", [i for s in samples_of_each_task(1, 512, seed=42) for i in s.prompt_ids]
+    body = {"input_ids": ids, "rid": request_id, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+    with busy.server.client() as client, ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(client.post, "/generate", json=body)
+        for _ in range(400):
+            if any(record["request_id"] == request_id for record in busy.records()):
+                break
+            time.sleep(0.01)
+        client.post("/abort_request", json={"rid": request_id}).raise_for_status()
+        assert reply.result().json()["meta_info"]["completion_tokens"] == 0
+        summary = wait_for_summary(busy, request_id)
+        assert summary["finish_reason"] == "abort"
+        assert 0 < summary["rows_seen"] < len(ids)
+        again = client.post("/generate", json={**body, "input_ids": ids[:20]}).raise_for_status().json()["meta_info"]
+    assert again["witcert"]["rows_seen"] == 20 - again["cached_tokens"] + again["completion_tokens"] - 1
+
+
 def test_a_session_goes_on_over_quantized_keys(quiet: Metered) -> None:
     """The second turn reads the first one's cache and is metered as the same text asked at once."""
     first, second = samples_of_each_task(2, 128, seed=40)[:2]

@@ -147,15 +147,27 @@ def test_prefix_hit_is_metered(fp8_twin: Metered) -> None:
     assert again["meta_info"]["witcert"]["rows_metered"] > again["meta_info"]["completion_tokens"] - 1
 
 
-def test_a_request_without_output_is_accounted_for(fp8_twin: Metered) -> None:
+@pytest.mark.parametrize("asked", [{}, {"return_logprob": True}, {"return_logprob": True, "token_ids_logprob": [5, 6]}])
+def test_a_request_without_output_is_accounted_for(fp8_twin: Metered, asked: dict[str, Any]) -> None:
     """Scoring reads the cached prefix and samples nothing; its rows must be measured or unknown, never absent."""
     prompt = samples_of_each_task(1, seed=78)[0].prompt
     fp8_twin.generate(prompt)
-    reply = fp8_twin.generate(prompt, max_new_tokens=0)["meta_info"]
+    body = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 0}, **asked}
+    with fp8_twin.server.client() as client:
+        reply = client.post("/generate", json=body).raise_for_status().json()["meta_info"]
     summary = reply["witcert"]
     assert reply["cached_tokens"] > 400
     assert summary["rows_seen"] == reply["prompt_tokens"] - reply["cached_tokens"]
     assert summary["rows_metered"] > 0
+
+
+def test_a_beam_search_is_refused(fp8_twin: Metered) -> None:
+    """Its other beams are rows of the batch that belong to no request SGLang names: they would be missing."""
+    body = {"text": samples_of_each_task(1)[0].prompt, "sampling_params": {"beam_width": 3, "max_new_tokens": 4}}
+    with fp8_twin.server.client() as client:
+        reply = client.post("/generate", json=body)
+    assert reply.status_code == 400
+    assert "beam_width" in reply.json()["error"]["message"]
 
 
 def test_health_probes_are_no_requests(fp8_twin: Metered) -> None:

@@ -144,6 +144,7 @@ CONTRACT: tuple[Signature | Members, ...] = (
             "positions",
             "extend_seq_lens",
             "is_prefill_only",
+            "return_logprob",
         ),
     ),
     Members(
@@ -162,7 +163,7 @@ CONTRACT: tuple[Signature | Members, ...] = (
             "decode_cuda_graph_runner",
         ),
     ),
-    Members(f"{_SRT}.layers.logits_processor.LogitsProcessorOutput", ("auxiliary_device_output",)),
+    Members(f"{_SRT}.layers.logits_processor.LogitsProcessorOutput", ("auxiliary_device_output", "next_token_logits")),
     Signature(f"{_SRT}.managers.auxiliary_output.append_auxiliary_output", ("current", "output")),
     Signature(f"{_SRT}.managers.auxiliary_output.DeviceAuxiliaryOutput.copy_to_host", ("self", "copy_tensor")),
     Signature(f"{_SRT}.managers.auxiliary_output.HostAuxiliaryOutput.consume", ("self", "batch", "commits")),

@@ -25,7 +25,7 @@ from witcert_sglang.hooks import Hook, register
 from witcert_sglang.memory import packed_bytes_per_token, side_bytes_per_token
 from witcert_sglang.pool import backend_scales
 from witcert_sglang.ranks import attention_ranks
-from witcert_sglang.results import send_along, streamer_class
+from witcert_sglang.results import report, send_along, streamer_class
 from witcert_sglang.rotary import rotary_modules
 from witcert_sglang.runtime import SglangRuntime
 
@@ -33,10 +33,12 @@ T = TypeVar("T")
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_ABORTED = f"{_SCHEDULER}.send_abort_output"
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 _CONFIGURE_DTYPE = "sglang.srt.mem_cache.kv_cache_dtype.configure_kv_cache_dtype"
 _BUILD_METHOD = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_quant_method"
+_BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init"
 _FUSED_WRITE = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
 _LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
 
@@ -75,6 +77,8 @@ class Installation:
             Hook(f"{_POOL}.load_cpu_copy", "after", self.after_load, "every", ("self", "kv_cache_cpu", "indices")),
             Hook(f"{_SCHEDULER}.get_output_streamer_class", "after", self.after_streamer_class, "every", ("self",)),
             Hook(f"{_SCHEDULER}.get_init_info", "after", self.after_init_info, "every", ("self",)),
+            Hook(_ABORTED, "after", self.after_abort_output, "every", ("self", "abort_req", "req")),
+            Hook(_BEAMS, "around", no_beams, "every", ("self", "req", "recv_req")),
         ]
         if self.policy.quantizer.storage == "packed":
             every += [
@@ -204,6 +208,10 @@ class Installation:
     def after_streamer_class(self, result: type[Any], _scheduler: Any) -> type[Any]:
         return streamer_class(self.live_runtime(), result)
 
+    def after_abort_output(self, _result: Any, _scheduler: Any, _abort_req: Any, req: Any) -> None:
+        """Requests that end between passes (queued, preempted, between two chunks) never come by the output stream."""
+        report(self.live_runtime(), req)
+
     def after_init_info(self, result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         runtime = self.live_runtime()
         if runtime.ranks.reports:
@@ -225,6 +233,11 @@ class Installation:
 def no_fused_write(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
     """Models ask this before they fuse the write of keys into the rotary embedding, past the quantizer."""
     return False
+
+
+def no_beams(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> str:
+    """What a client that asks for a beam search is told: only the first beam is a request that SGLang names."""
+    return "witcert: beam search: the rows of the other beams are not planned; leave beam_width out"
 
 
 def is_main_process() -> bool:

@@ -38,6 +38,7 @@ class StepOutput:
             for index, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True))
             # Without a commit a finished request's row was computed ahead, unless it asked for no token at all.
             if commit is not None or not (req.is_retracted or (req.finished() and not req.is_prefill_only))
+            if not getattr(req, "witcert_reported", False)
             if not self.step.request_ids[index].startswith(HEALTH_CHECK)
         }
         for index, why in self.step.count(self.runtime.ledger, committed).items():
@@ -60,22 +61,31 @@ def abort(req: Any, why: str) -> None:
         req.to_finish = FINISH_ABORT(f"witcert: not certified: {why}")
 
 
+def report(runtime: Runtime, req: Any) -> dict[str, Any]:
+    """The summary of a request that has ended; what a pass still under way computed for it counts no more.
+
+    SGLang's own probes are forgotten without one.
+    """
+    req.witcert_reported = True
+    if req.rid.startswith(HEALTH_CHECK):
+        runtime.forget(req.rid)
+        return {}
+    # One that ended while it waited has no reason yet.
+    reason = req.finished_reason.to_json().get("type") if req.finished_reason else "abort"
+    return runtime.finish(req.rid, str(reason))
+
+
 def streamer_class(runtime: Runtime, base: type[Any]) -> type[Any]:
     """`base` (SGLang's output streamer) with the request's summary added to its last output."""
-
-    def summary(req: Any) -> dict[str, Any]:
-        reason = req.finished_reason.to_json().get("type") if req.finished_reason else "unknown"
-        return runtime.finish(req.rid, str(reason))
 
     class WitCertStreamer(base):  # type: ignore[misc]
         has_additional_customized_info = True
 
         def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
             info: dict[str, list[Any]] = super().build_additional_customized_info(reqs)
-            reported = [req.finished() and not req.rid.startswith(HEALTH_CHECK) for req in reqs]
-            summaries = [[summary(req)] if done else [] for req, done in zip(reqs, reported, strict=True)]
+            summaries = [report(runtime, req) if req.finished() else {} for req in reqs]
             if runtime.policy.report.per_request:
-                info[META_KEY] = summaries
+                info[META_KEY] = [[summary] if summary else [] for summary in summaries]
             return info
 
     return WitCertStreamer
