@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import InputError
-from witcert_core.layout import NUM_ACC_FIELDS, AccField
+from witcert_core.layout import AccField
 
 SUM_SLACK = {torch.float64: 2.0**-36, torch.float32: 2.0**-12}
 """Relative outward rounding of the sums, by dtype of the accumulator.
@@ -21,6 +21,16 @@ A true sum lies in ``[field * (1 - 2 * slack), field]`` (``P_H``: ``[field, fiel
 float64 it covers up to 2^16 tokens summed in sequence and logits up to 2^12; in float32 the two-level sums
 of the kernels.
 """
+
+OUTPUT_FIELDS = (
+    AccField.V2,
+    AccField.RHO1,
+    AccField.RHO2,
+    AccField.RHO_MAX,
+    AccField.RHO_MIN,
+    AccField.V_RADIUS,
+)
+"""The fields that values and their radii are needed for."""
 
 LEAST_WEIGHT = 1e-60
 LEAST_RADIUS = 1e-30
@@ -52,6 +62,24 @@ def accumulate(
         float64 ``[H, 16]`` in the order of :class:`~witcert_core.layout.AccField`, rounded outward. A NaN or
         +inf logit, or a NaN or negative radius, makes every field of its head infinite.
     """
+    if v is not None and rho is not None:
+        return attention_sums(logits, c, v, rho, sink_logits)[0]
+    log_p, radius = _log_weights(logits, c, sink_logits)
+    return accumulate_weights(log_p.exp(), radius, log_p=log_p)
+
+
+def attention_sums(
+    logits: Tensor, c: Tensor, v: Tensor, rho: Tensor, sink_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`accumulate`, with the weights ``[H, S]`` (a sink's last) and outputs ``[H, Dv]`` they were made of."""
+    log_p, radius = _log_weights(logits, c, sink_logits)
+    p = log_p.exp()
+    outputs, out = _output_fields(p, v, rho, has_sink=sink_logits is not None)
+    return _weight_fields(p, radius, log_p, outputs), p, out
+
+
+def _log_weights(logits: Tensor, c: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logarithms of the weights and radii, a sink's last."""
     if logits.dim() != 2 or logits.shape != c.shape or logits.shape[-1] == 0:
         raise InputError(
             f"logits {tuple(logits.shape)} and radii {tuple(c.shape)} must both be [H, S], S >= 1"
@@ -60,11 +88,7 @@ def accumulate(
     if sink_logits is not None:
         z = torch.cat((z, sink_logits.to(torch.float64)[:, None]), dim=-1)
         radius = torch.nn.functional.pad(radius, (0, 1))
-    log_p = z - torch.logsumexp(z, dim=-1, keepdim=True)
-    acc = accumulate_weights(log_p.exp(), radius, log_p=log_p)
-    if v is not None and rho is not None:
-        _output_fields(acc, log_p.exp(), v, rho, has_sink=sink_logits is not None)
-    return acc
+    return torch.log_softmax(z, dim=-1), radius
 
 
 def accumulate_weights(p: Tensor, c: Tensor, log_p: Tensor | None = None) -> Tensor:
@@ -78,8 +102,13 @@ def accumulate_weights(p: Tensor, c: Tensor, log_p: Tensor | None = None) -> Ten
     Returns:
         float64 ``[..., 16]``, rounded outward.
     """
-    weight = p.to(torch.float64)
-    radius = c.to(torch.float64)
+    return _weight_fields(p.to(torch.float64), c.to(torch.float64), log_p, None)
+
+
+def _weight_fields(
+    weight: Tensor, radius: Tensor, log_p: Tensor | None, outputs: dict[AccField, Tensor] | None
+) -> Tensor:
+    """``[..., 16]``; without `outputs` those fields are infinite."""
     log_weight = weight.log() if log_p is None else log_p.to(torch.float64)
     log_weight = log_weight.clamp(min=math.log(LEAST_WEIGHT))
     weight = log_weight.exp()
@@ -90,35 +119,35 @@ def accumulate_weights(p: Tensor, c: Tensor, log_p: Tensor | None = None) -> Ten
     growth = torch.expm1(radius)
     first = weight * growth
     second = first * growth
-    rest = torch.ones_like(weight).scatter(-1, h, 0.0) > 0
 
     def over_rest(x: Tensor) -> Tensor:
-        return torch.where(rest, x, 0.0)
+        return x.scatter(-1, h, 0.0)
 
     up = 1.0 + SUM_SLACK[torch.float64]
     largest = radius.amax(dim=-1)
     eta = first.sum(dim=-1) * up
-    acc = torch.full(
-        (*weight.shape[:-1], NUM_ACC_FIELDS), float("inf"), dtype=torch.float64, device=weight.device
-    )
-    acc[..., AccField.ETA] = eta
-    acc[..., AccField.Q] = second.sum(dim=-1) * up
-    acc[..., AccField.M] = largest
-    acc[..., AccField.P_H] = p_h / up
-    acc[..., AccField.C_H] = c_h
-    acc[..., AccField.ETA_R] = over_rest(first).sum(dim=-1) * up
-    acc[..., AccField.Q_R] = over_rest(second).sum(dim=-1) * up
-    acc[..., AccField.M_R] = over_rest(radius).amax(dim=-1)
-    acc[..., AccField.MASS_R] = over_rest(weight).sum(dim=-1) * up
     # log1p is exact for small radii; logsumexp stays finite where e^c overflows.
     log_a = torch.logsumexp(log_weight + radius, dim=-1)
-    acc[..., AccField.LOG_A] = torch.where(largest < 1.0, torch.log1p(eta), log_a * up + 2.0**-36)
-    return torch.where(bad[..., None], float("inf"), acc)
+    fields = {
+        AccField.ETA: eta,
+        AccField.Q: second.sum(dim=-1) * up,
+        AccField.M: largest,
+        AccField.P_H: p_h / up,
+        AccField.C_H: c_h,
+        AccField.ETA_R: over_rest(first).sum(dim=-1) * up,
+        AccField.Q_R: over_rest(second).sum(dim=-1) * up,
+        AccField.M_R: over_rest(radius).amax(dim=-1),
+        AccField.MASS_R: over_rest(weight).sum(dim=-1) * up,
+        AccField.LOG_A: torch.where(largest < 1.0, torch.log1p(eta), log_a * up + 2.0**-36),
+    }
+    fields |= outputs or dict.fromkeys(OUTPUT_FIELDS, torch.full_like(eta, float("inf")))
+    acc = torch.stack([fields[field] for field in AccField], dim=-1)
+    return acc.masked_fill_(bad[..., None], float("inf"))
 
 
-def _output_fields(acc: Tensor, p: Tensor, v: Tensor, rho: Tensor, has_sink: bool) -> None:
-    """Fill the output fields of ``acc [H, 16]`` in place; infinite where ``v`` or ``rho`` is not finite."""
-    heads, kv_heads = acc.shape[0], v.shape[1]
+def _output_fields(p: Tensor, v: Tensor, rho: Tensor, has_sink: bool) -> tuple[dict[AccField, Tensor], Tensor]:
+    """The output fields ``[H]``, infinite where ``v`` or ``rho`` is not finite, and the outputs ``[H, Dv]``."""
+    heads, kv_heads = p.shape[0], v.shape[1]
     if heads % kv_heads or rho.shape != v.shape[:2]:
         raise InputError(
             f"values {tuple(v.shape)} and value radii {tuple(rho.shape)} do not fit {heads} query heads; "
@@ -133,18 +162,25 @@ def _output_fields(acc: Tensor, p: Tensor, v: Tensor, rho: Tensor, has_sink: boo
     out = torch.einsum("kgs,skd->kgd", weight, value)
     square = value.square().sum(dim=-1)
     # ||v - o||^2 expanded, to avoid a tensor [H, S, Dv]; what cancels is added back.
-    own = out.square().sum(dim=-1)[:, :, None]
-    reach = square.T[:, None] + own
-    distance = (reach - 2.0 * torch.einsum("kgd,skd->kgs", out, value)).clamp(min=0.0) + reach * 2.0**-40
-    distance = distance.sqrt().nan_to_num(nan=float("inf"), posinf=float("inf")).amax(dim=-1)
+    reach = square.T[:, None] + out.square().sum(dim=-1, keepdim=True)
+    distance = torch.einsum("kgd,skd->kgs", out, value).mul_(-2.0).add_(reach).clamp_(min=0.0)
+    distance = distance.add_(reach, alpha=2.0**-40).sqrt_().nan_to_num_(nan=float("inf"), posinf=float("inf"))
+    moments = torch.stack((square, radius, radius.square()), dim=-1)
+    v2, rho1, rho2 = (torch.einsum("kgs,skf->kgf", weight, moments) * up).unbind(dim=-1)
+    known = (moments.isfinite().all(dim=-1) & (radius >= 0)).all(dim=0)[:, None]
     fields = {
-        AccField.V2: torch.einsum("kgs,sk->kgs", weight, square).sum(dim=-1) * up,
-        AccField.RHO1: torch.einsum("kgs,sk->kgs", weight, radius).sum(dim=-1) * up,
-        AccField.RHO2: torch.einsum("kgs,sk->kgs", weight, radius.square()).sum(dim=-1) * up,
-        AccField.RHO_MAX: radius.amax(dim=0)[:, None].expand(-1, heads // kv_heads),
-        AccField.RHO_MIN: radius.amin(dim=0)[:, None].expand(-1, heads // kv_heads),
-        AccField.V_RADIUS: distance * up,
+        AccField.V2: v2,
+        AccField.RHO1: rho1,
+        AccField.RHO2: rho2,
+        AccField.RHO_MAX: radius.amax(dim=0)[:, None].expand_as(v2),
+        AccField.RHO_MIN: radius.amin(dim=0)[:, None].expand_as(v2),
+        AccField.V_RADIUS: distance.amax(dim=-1) * up,
     }
-    known = square.isfinite().all(dim=0) & radius.isfinite().all(dim=0) & (radius >= 0).all(dim=0)
-    for field, x in fields.items():
-        acc[:, field] = torch.where(known[:, None], x, float("inf")).reshape(heads)
+    return {f: torch.where(known, x, float("inf")).reshape(heads) for f, x in fields.items()}, out.flatten(0, 1)
+
+
+def weighted_values(weights: Tensor, v: Tensor) -> Tensor:
+    """``sum p~ v~`` per cell, ``[C, Dv]``, for weights ``[C, S]`` and values ``[S, Hkv, Dv]``."""
+    cells, kv_heads = weights.shape[0], v.shape[1]
+    grouped = weights.reshape(kv_heads, cells // kv_heads, -1)
+    return torch.einsum("kgs,skd->kgd", grouped, v).reshape(cells, -1)

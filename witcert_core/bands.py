@@ -44,11 +44,16 @@ class BandMap:
     def norms(self, x: Tensor) -> Tensor:
         """Euclidean norm of ``x [..., D]`` in each band, float64 ``[..., B]``.
 
-        NaN or infinity in a channel makes its band NaN or infinite. Values are scaled by the band's
-        largest magnitude first, so that no square is lost to under- or overflow.
+        NaN or infinity in a channel makes its band NaN or infinite. Where a square could be lost to under- or
+        overflow, values are scaled by the band's largest magnitude first.
         """
         self._check(x)
-        value = x.to(torch.float64).abs()
+        value = x.to(torch.float64)
+        squares: Tensor = value.square() @ self._members.to(x.device)
+        # A sum in this range has lost at most squares below 1e-308; 0 * NaN spoils the other bands too.
+        if bool(((squares > 1e-250) & (squares < 1e250)).all()):
+            return squares.sqrt()
+        value = value.abs()
         index = self.channel_band.to(x.device).expand(value.shape)
         zeros = torch.zeros(*x.shape[:-1], self.num_bands, dtype=torch.float64, device=x.device)
         peak = zeros.scatter_reduce(-1, index, value, "amax")
@@ -106,6 +111,7 @@ def band_map(spec: RotarySpec, num_bands: int = 16) -> BandMap:
     return BandMap(channel_band, total)
 
 
+@functools.lru_cache(maxsize=64)
 def group_map(head_dim: int, group: int = 32) -> BandMap:
     """Bands of ``group`` consecutive channels; the last may be short."""
     if head_dim < 1 or group < 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from witcert_core.accumulate import accumulate
+from witcert_core.accumulate import attention_sums, weighted_values
 from witcert_core.bounds import FORM_NAMES, FORMS, extremal, meter
 from witcert_core.layout import NUM_ACC_FIELDS, AccField
 from witcert_core.output import output_bound
@@ -90,7 +90,7 @@ def sum_terms(
     sinks: Tensor | None = None,
     form: str = "auto",
     fused: bool = False,
-    underflow: float = 0.0,
+    underflow: float | Tensor = 0.0,
     stored: Stored | None = None,
 ) -> Terms:
     """Sum over S tokens. A token that a cell does not see has logit -inf, radius 0 and omega 0 there.
@@ -103,22 +103,21 @@ def sum_terms(
         v: ``[S, Hkv, Dv]`` stored values, float64.
         rho: ``[S, Hkv]`` radii of the values.
         sinks: ``[C]`` learned sink logits.
-        underflow: absolute TV lost to weights too small for the kernel's dtype, see `weight_underflow`.
+        underflow: ``[C]`` or for all, absolute TV lost to weights too small for the kernel's dtype, see
+            `weight_underflow`.
         stored: with a sketch, what the engine reads; ``logits``, ``v`` are then of the corrected cache, ``c`` and
             ``rho`` around it.
     """
     radius = c + omega if fused else c
-    acc = accumulate(logits, radius, v, rho, sinks)
+    acc, weights, centre = attention_sums(logits, radius, v, rho, sinks)
     extra = torch.zeros_like(acc[..., 0]) if fused else torch.tanh(0.5 * omega.amax(dim=-1))
     if fused and sinks is not None:
         # The sink carries no radius of its own, but its exponential is computed in fp32 like the others.
         extra = extra + math.tanh(0.5 * SOFTMAX_FP32)
     extra = extra + underflow
-    weights = softmax_with_sink(logits, sinks)
     swept = torch.zeros_like(extra)
     if form == "extremal":
         swept = extremal.bound(weights, torch.nn.functional.pad(radius, (0, int(sinks is not None))))
-    centre = weighted_values(weights[:, : logits.shape[-1]], v)
     norm = centre.norm(dim=-1)
     nothing = torch.zeros_like(extra)
     if stored is None:
@@ -142,12 +141,23 @@ def full_log_a(weights: Tensor, shift: Tensor, radius: Tensor) -> Tensor:
     return torch.logsumexp(weights.log() + total, dim=-1).clamp(min=0.0)
 
 
-def stack_terms(rows: Sequence[Terms], num_rows: int, cells: int, device: torch.device) -> Terms:
-    """Terms of rows ``[C, ...]`` as one ``[R, C, ...]``; with no row, empty tensors of that shape."""
-    if not rows:
-        empty = torch.zeros(num_rows, cells, dtype=torch.float64, device=device)
-        return Terms(torch.zeros(num_rows, cells, NUM_ACC_FIELDS, dtype=torch.float64, device=device), *[empty] * 6)
-    return Terms(*(torch.stack([getattr(row, f.name) for row in rows]) for f in fields(Terms)))
+def in_rows(parts: Sequence[Terms], rows: Sequence[int], heads: int, device: torch.device) -> Terms:
+    """Terms ``[R * H, ...]`` of some rows each as one ``[ROWS, H, ...]`` in order; no row gives empty tensors.
+
+    Args:
+        rows: the numbers of the rows, part after part.
+    """
+    if not parts:
+        empty = torch.zeros(0, heads, dtype=torch.float64, device=device)
+        return Terms(torch.zeros(0, heads, NUM_ACC_FIELDS, dtype=torch.float64, device=device), *[empty] * 6)
+    place = torch.tensor(rows, device=device).argsort()
+
+    def column(name: str) -> Tensor:
+        found = [getattr(part, name) for part in parts]
+        flat = found[0] if len(found) == 1 else torch.cat(found)
+        return flat.reshape(len(rows), heads, *flat.shape[1:]).index_select(0, place)
+
+    return Terms(*(column(f.name) for f in fields(Terms)))
 
 
 @dataclass(frozen=True)
@@ -179,9 +189,3 @@ def bounds_of(terms: Terms, form: str, has_sink: bool) -> Bounds:
     out = out.nan_to_num(nan=float("inf"), posinf=float("inf"))
     return Bounds(above, below.clamp(min=0.0).nan_to_num(nan=0.0), which, out)
 
-
-def weighted_values(weights: Tensor, v: Tensor) -> Tensor:
-    """``sum p~ v~`` per cell, ``[C, Dv]``, for weights ``[C, S]`` and values ``[S, Hkv, Dv]``."""
-    cells, kv_heads = weights.shape[0], v.shape[1]
-    grouped = weights.reshape(kv_heads, cells // kv_heads, -1)
-    return torch.einsum("kgs,skd->kgd", grouped, v).reshape(cells, -1)

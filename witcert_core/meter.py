@@ -5,18 +5,23 @@ Reference path, float64, one row at a time. The kernels produce the same accumul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from witcert_core.bounds import FORM_NAMES
-from witcert_core.cells import Stored, Terms, bounds_of, kernel_radius, stack_terms, sum_terms, weight_underflow
+from witcert_core.cells import Stored, Terms, bounds_of, in_rows, kernel_radius, sum_terms, weight_underflow
 from witcert_core.errors import InputError
 from witcert_core.layout import AccField
+from witcert_core.side_by_side import side_by_side
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
+
+MAX_CELLS = 4096
+"""Cells whose bounds are taken at a time: a few megabytes for each of their grids."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,22 @@ class CellBatch:
     tv_audit: Tensor | None
     delta_loc: Tensor
     floor: Tensor
+
+
+@dataclass(frozen=True)
+class Summed:
+    """The sums of ``R`` rows and ``H`` heads of one layer, ``terms [R, H, ...]``; the others as in `CellBatch`."""
+
+    terms: Terms
+    form: str
+    has_sink: bool
+    num_visible: Tensor
+    tv_audit: Tensor | None
+    delta_loc: Tensor
+
+
+Read = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Slots int64 ``[S]`` -> keys ``[S, Hkv, D]`` and values ``[S, Hkv, Dv]``."""
 
 
 class Radii(Protocol):
@@ -85,11 +106,7 @@ def measure(
     exact_k: Tensor | None = None,
     audit_rows: Tensor | None = None,
 ) -> CellBatch:
-    """Meter ``R`` query rows of one layer.
-
-    The weights are recomputed in float64 from the stored keys. When the engine's own kernel produced the
-    output (``fused=False``) its weights lie within ``tanh(max omega / 2)`` of those, ``omega`` being the
-    kernel's fp32 arithmetic, and that is added; with ``fused=True`` ``omega`` is part of each radius.
+    """Meter ``R`` query rows of one layer; the rows and tokens as FlashInfer is given them.
 
     Args:
         q: ``[R, H, D]`` queries as attention uses them.
@@ -97,6 +114,58 @@ def measure(
         v_cache: ``[SLOTS, Hkv, Dv]`` values as the kernel reads them.
         kv_indptr: int ``[R + 1]``, row ``r`` sees ``kv_indices[kv_indptr[r]:kv_indptr[r + 1]]``.
         kv_indices: int slots of the visible tokens in order of position, causality already applied.
+
+    The others as in :func:`measure_rows`.
+
+    Raises:
+        InputError: shapes that do not fit, a row that sees nothing, an unknown form, an audit without keys.
+    """
+    _check(q, k_cache, v_cache, kv_indptr, kv_indices, delta_loc)
+    bounds = kv_indptr.tolist()
+    summed = measure_rows(
+        q,
+        lambda slots: (k_cache.index_select(0, slots), v_cache.index_select(0, slots)),
+        [kv_indices[first:last].to(torch.int64) for first, last in itertools.pairwise(bounds)],
+        radii=radii,
+        sm_scale=sm_scale,
+        delta_loc=delta_loc,
+        logits_soft_cap=logits_soft_cap,
+        window_left=window_left,
+        sinks=sinks,
+        form=form,
+        fused=fused,
+        exact_k=exact_k,
+        audit_rows=audit_rows,
+    )
+    return bound_cells([summed])[0]
+
+
+def measure_rows(
+    q: Tensor,
+    read: Read,
+    seen: Sequence[Tensor],
+    *,
+    radii: Radii,
+    sm_scale: float,
+    delta_loc: Sequence[float],
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    form: str = "auto",
+    fused: bool = False,
+    exact_k: Tensor | None = None,
+    audit_rows: Tensor | None = None,
+) -> Summed:
+    """Sum up ``R`` query rows of one layer; :func:`bound_cells` makes cells of the sums.
+
+    The weights are recomputed in float64 from the stored keys. When the engine's own kernel produced the
+    output (``fused=False``) its weights lie within ``tanh(max omega / 2)`` of those, ``omega`` being the
+    kernel's fp32 arithmetic, and that is added; with ``fused=True`` ``omega`` is part of each radius.
+
+    Args:
+        q: ``[R, H, D]`` queries as attention uses them.
+        read: what the kernel reads in some slots.
+        seen: per row, the int64 slots of its visible tokens in order of position.
         radii: bounds for this layer's slots.
         sm_scale: softmax scale.
         delta_loc: per row, probability each of its cells may spend (0: tier W).
@@ -109,45 +178,106 @@ def measure(
         audit_rows: bool ``[R]``, rows whose true TV is computed.
 
     Raises:
-        InputError: shapes that do not fit, a row that sees nothing, an unknown form, an audit without keys.
+        InputError: a row that sees nothing, an unknown form, an audit without keys.
     """
-    _check(q, k_cache, v_cache, kv_indptr, kv_indices, delta_loc, form, exact_k, audit_rows)
-    bounds = kv_indptr.tolist()
-    num_rows, heads = q.shape[0], q.shape[1]
-    device = q.device
-    parts: list[Terms] = []
-    visible = torch.empty(num_rows, dtype=torch.int64, device=device)
-    audited = audit_rows.tolist() if audit_rows is not None else [False] * num_rows
-    truth = None
-    if any(audited):
-        truth = torch.full((num_rows, heads), float("nan"), dtype=torch.float64, device=device)
-    scale = abs(sm_scale)
-    sixteen_bit = k_cache.element_size() <= 2 or q.element_size() <= 2
-
-    for r in range(num_rows):
-        slots = kv_indices[bounds[r] : bounds[r + 1]].to(torch.int64)
-        if window_left >= 0:
-            slots = slots[-(window_left + 1) :]
+    _check_options(form, exact_k, audit_rows)
+    if window_left >= 0:
+        seen = [slots[-(window_left + 1) :] for slots in seen]
+    for r, slots in enumerate(seen):
         if slots.numel() == 0:
             raise InputError(f"row {r} sees no token; leave padded rows out of the batch")
-        visible[r] = slots.numel()
-        k, row = k_cache.index_select(0, slots), q[r].to(torch.float64)
-        v = v_cache.index_select(0, slots).to(torch.float64)
-        logits, v, stored = centred(row, k, v, radii.residuals(slots), sm_scale, logits_soft_cap)
-        c = radii.key_radius(row, slots, scale, float(delta_loc[r])).to(torch.float64)
-        omega = kernel_radius(row, k, scale, logits_soft_cap, sixteen_bit)
-        rho = radii.value_radius(slots)
-        lost = 0.0 if fused else weight_underflow(slots.numel(), k_cache.dtype, q.dtype)
-        terms = sum_terms(
-            logits, c, omega, v, rho, sinks=sinks, form=form, fused=fused, underflow=lost, stored=stored
+    num_rows, heads, scale = q.shape[0], q.shape[1], abs(sm_scale)
+    parts: list[Terms] = []
+    order: list[int] = []
+    for batch in side_by_side(seen, q[0].numel() if num_rows else 1):
+        rows = q[batch.rows].to(torch.float64)
+        flat = batch.slots.flatten()
+        k, v = (batch.heads(x) for x in read(flat))
+        residuals = radii.residuals(flat)
+        if residuals is not None:
+            residuals = batch.heads(residuals[0]), batch.heads(residuals[1])
+        # Row by row: under the dither law a radius depends on how many tokens its own row sees.
+        c = batch.stacked([
+            radii.key_radius(row, seen[r], scale, float(delta_loc[r])).to(torch.float64)
+            for r, row in zip(batch.rows, rows, strict=True)
+        ])
+        rows = rows.flatten(0, 1)
+        logits, centre, stored = centred(rows, k, v.to(torch.float64), residuals, sm_scale, logits_soft_cap)
+        omega = kernel_radius(rows, k, scale, logits_soft_cap, min(k.element_size(), q.element_size()) <= 2)
+        unseen = batch.unseen(heads)
+        if unseen is not None:
+            logits, omega = logits.masked_fill(unseen, float("-inf")), omega.masked_fill(unseen, 0.0)
+            if stored is not None:
+                stored = replace(stored, logits=stored.logits.masked_fill(unseen, float("-inf")))
+        lost = [0.0 if fused else weight_underflow(count, k.dtype, q.dtype) for count in batch.lengths]
+        parts.append(
+            sum_terms(
+                logits,
+                c,
+                omega,
+                centre,
+                batch.heads(radii.value_radius(flat)),
+                sinks=None if sinks is None else sinks.repeat(len(batch.rows)),
+                form=form,
+                fused=fused,
+                underflow=torch.tensor(lost, dtype=torch.float64, device=q.device).repeat_interleave(heads),
+                stored=stored,
+            )
         )
-        parts.append(terms)
-        if truth is not None and audited[r] and exact_k is not None:
-            truth[r] = true_tv(q[r], k, exact_k[slots], sm_scale, logits_soft_cap, sinks)
+        order += batch.rows
 
-    stacked = stack_terms(parts, num_rows, heads, device)
-    spent = torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=device)
-    return cell_batch(stacked, form, sinks is not None, visible, truth, spent)
+    truth = None
+    if audit_rows is not None and exact_k is not None and bool(audit_rows.any()):
+        truth = torch.full((num_rows, heads), float("nan"), dtype=torch.float64, device=q.device)
+        for r in audit_rows.nonzero().flatten().tolist():
+            truth[r] = true_tv(q[r], read(seen[r])[0], exact_k[seen[r]], sm_scale, logits_soft_cap, sinks)
+    return Summed(
+        terms=in_rows(parts, order, heads, q.device),
+        form=form,
+        has_sink=sinks is not None,
+        num_visible=torch.tensor([slots.numel() for slots in seen], dtype=torch.int64, device=q.device),
+        tv_audit=truth,
+        delta_loc=torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=q.device),
+    )
+
+
+def cell_batch(
+    terms: Terms, form: str, has_sink: bool, num_visible: Tensor, tv_audit: Tensor | None, delta_loc: Tensor
+) -> CellBatch:
+    """Bounds of the cells whose terms ``[R, H, ...]`` are given; the other fields as in :class:`CellBatch`."""
+    return _bounded([Summed(terms, form, has_sink, num_visible, tv_audit, delta_loc)])[0]
+
+
+def bound_cells(layers: Sequence[Summed]) -> list[CellBatch]:
+    """The cells of some layers, those of several layers in one go: a bound is some hundred small operations."""
+    found: list[CellBatch] = []
+    for _, group in itertools.groupby(layers, key=lambda x: (x.form, x.has_sink, x.terms.acc.shape)):
+        alike = list(group)
+        size = max(1, MAX_CELLS // max(1, alike[0].terms.norm.numel()))
+        for first in range(0, len(alike), size):
+            found += _bounded(alike[first : first + size])
+    return found
+
+
+def _bounded(layers: list[Summed]) -> list[CellBatch]:
+    """The cells of layers of one form and shape."""
+    terms = Terms(*(torch.stack([getattr(x.terms, f.name) for x in layers]) for f in fields(Terms)))
+    bounds = bounds_of(terms, layers[0].form, layers[0].has_sink)
+    return [
+        CellBatch(
+            acc=layer.terms.acc,
+            meter=bounds.meter[i],
+            form=bounds.form[i],
+            log_a=layer.terms.acc[..., AccField.LOG_A],
+            out_bound=bounds.out[i],
+            out_norm=layer.terms.norm,
+            num_visible=layer.num_visible,
+            tv_audit=layer.tv_audit,
+            delta_loc=layer.delta_loc,
+            floor=bounds.floor[i],
+        )
+        for i, layer in enumerate(layers)
+    ]
 
 
 def centred(
@@ -170,25 +300,6 @@ def centred(
     return corrected, v - residuals[1], Stored(logits, v)
 
 
-def cell_batch(
-    terms: Terms, form: str, has_sink: bool, num_visible: Tensor, tv_audit: Tensor | None, delta_loc: Tensor
-) -> CellBatch:
-    """Bounds of the cells whose terms ``[R, H, ...]`` are given; the other fields as in :class:`CellBatch`."""
-    bounds = bounds_of(terms, form, has_sink)
-    return CellBatch(
-        acc=terms.acc,
-        meter=bounds.meter,
-        form=bounds.form,
-        log_a=terms.acc[..., AccField.LOG_A].clone(),
-        out_bound=bounds.out,
-        out_norm=terms.norm,
-        num_visible=num_visible,
-        tv_audit=tv_audit,
-        delta_loc=delta_loc,
-        floor=bounds.floor,
-    )
-
-
 def true_tv(
     q: Tensor, stored: Tensor, exact: Tensor, sm_scale: float, soft_cap: float, sinks: Tensor | None
 ) -> Tensor:
@@ -208,9 +319,6 @@ def _check(
     kv_indptr: Tensor,
     kv_indices: Tensor,
     delta_loc: Sequence[float],
-    form: str,
-    exact_k: Tensor | None,
-    audit_rows: Tensor | None,
 ) -> None:
     if q.dim() != 3 or k_cache.dim() != 3 or v_cache.dim() != 3:
         raise InputError(
@@ -242,6 +350,9 @@ def _check(
             f"kv_indices run from {int(used.min())} to {int(used.max())}; "
             f"the cache has slots 0..{k_cache.shape[0] - 1}"
         )
+
+
+def _check_options(form: str, exact_k: Tensor | None, audit_rows: Tensor | None) -> None:
     if form != "auto" and form not in FORM_NAMES:
         raise InputError(f"form is {form!r}; allowed are auto, {', '.join(FORM_NAMES)}")
     if audit_rows is not None and bool(audit_rows.any()) and exact_k is None:

@@ -112,23 +112,34 @@ def arithmetic_radius(q: Tensor, k: Tensor, sm_scale: float) -> Tensor:
         float64 ``[H, S]``.
     """
     factor = (q.shape[-1] + 2) * 2.0**-23 * abs(sm_scale)
-    return _contract(q.to(torch.float64).abs(), k.to(torch.float64).abs(), factor)
+    if k.element_size() > 4:
+        return _contract(q.to(torch.float64).abs(), k.to(torch.float64).abs(), factor)
+    # In float32, half the memory of the largest tensor there is; rounded up, also for matmuls of lower precision.
+    query = q.to(torch.float64).abs().to(torch.float32).clamp_(min=2.0**-126).mul_(1.0 + 2.0**-22)
+    grouped = _grouped(query, k.shape[1], sm_scale)
+    total = torch.einsum("kgd,skd->kgs", grouped, k.to(torch.float32).abs()).reshape(q.shape[0], -1)
+    total = total.to(torch.float64).mul_((1.0 + 2.0**-6) * factor).add_(2.0**-100 * factor)
+    return total.nan_to_num_(nan=float("inf"), posinf=float("inf"))
 
 
 def _contract(per_query: Tensor, per_token: Tensor, sm_scale: float) -> Tensor:
     """``|sm_scale| * sum_b x[h, b] y[s, h // G, b]`` rounded up; infinite if a term is not finite."""
-    heads, kv_heads = per_query.shape[0], per_token.shape[1]
+    grouped = _grouped(per_query, per_token.shape[1], sm_scale)
+    total = torch.einsum("kgb,skb->kgs", grouped, per_token).mul_(abs(sm_scale) * _UP)
+    # All terms are non-negative, so their sum is finite only if each is.
+    if not bool(total.isfinite().all()):
+        unknown = ~per_token.sum(dim=-1).isfinite().T[:, None, :] | ~grouped.sum(dim=-1).isfinite()[:, :, None]
+        total = torch.where(unknown, float("inf"), total)
+    return total.reshape(per_query.shape[0], -1)
+
+
+def _grouped(per_query: Tensor, kv_heads: int, sm_scale: float) -> Tensor:
+    """``[H, X]`` by KV head, ``[Hkv, G, X]``."""
+    heads = per_query.shape[0]
     if heads % kv_heads:
         raise InputError(
             f"{heads} query heads cannot share {kv_heads} KV heads; the first must be a multiple"
         )
     if not math.isfinite(sm_scale):
         raise InputError(f"sm_scale is {sm_scale}; it must be finite")
-    grouped = per_query.reshape(kv_heads, heads // kv_heads, -1)
-    # All terms are non-negative, so their sum is finite only if each is.
-    token_unknown = ~per_token.sum(dim=-1).isfinite()
-    query_unknown = ~grouped.sum(dim=-1).isfinite()
-    total = torch.einsum("kgb,skb->kgs", grouped, per_token)
-    unknown = token_unknown.T[:, None, :] | query_unknown[:, :, None]
-    total = torch.where(unknown, float("inf"), total * (abs(sm_scale) * _UP))
-    return total.reshape(heads, -1)
+    return per_query.reshape(kv_heads, heads // kv_heads, -1)

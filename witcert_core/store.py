@@ -244,8 +244,9 @@ class SlotStore:
         """Account for N tokens just written into `slots` [N].
 
         exact_k, stored_k [N, Hkv, D], exact_v, stored_v [N, Hkv, Dv]: what the run handed over, in the pool's dtype,
-        and what the pool gives back. encoded_k, encoded_v: the codes and scales of a dithered quantizer; without
-        them a dithered layer counts as unquantized and only an exact write is accepted.
+        and what the pool gives back, in copies that nobody writes to any more. encoded_k, encoded_v: the codes and
+        scales of a dithered quantizer; without them a dithered layer counts as unquantized and only an exact write is
+        accepted.
         """
         self.keep(layer, slots, exact_k, exact_v)
         write = Write(slots, exact_k, exact_v, stored_k, stored_v, encoded_k, encoded_v)

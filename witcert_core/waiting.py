@@ -8,7 +8,7 @@ operations. So small writes are kept, as copies, until something asks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class Write:
     encoded_v: Encoded | None
 
     def copied(self) -> Write:
-        """The same with memory of its own: engines reuse the tensors of a pass."""
-        return _mapped([self], lambda parts: parts[0].clone())
+        """The same with memory of its own: engines reuse the tensors of a pass; what is stored is a copy already."""
+        return replace(self, slots=self.slots.clone(), exact_k=self.exact_k.clone(), exact_v=self.exact_v.clone())
 
     def split(self) -> list[Write]:
         """The same in pieces whose float64 copies stay in a core's cache."""

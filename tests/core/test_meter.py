@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import re
 
@@ -11,9 +12,10 @@ from witcert_core.cells import SOFTMAX_FP32, bounds_of, sum_terms, weight_underf
 from witcert_core.dither import DitherKey
 from witcert_core.errors import InputError
 from witcert_core.layout import AccField
-from witcert_core.meter import measure, true_tv
+from witcert_core.meter import bound_cells, measure, measure_rows, true_tv
 from witcert_core.radii import CAST_16BIT
 from witcert_core.rotary import RotarySpec
+from witcert_core.side_by_side import MAX_ELEMENTS, side_by_side
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
 from witcert_core.witness import decode_norm, value_codes, witness_codes
 
@@ -205,6 +207,72 @@ def test_only_the_marked_rows_are_audited():
     marks = torch.tensor([False, True, False, False])
     cells = run(Store("witness"), audit_rows=marks)[3]
     assert cells.tv_audit.isnan().all(-1).tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("tier", ["witness", "group", "dither"])
+@pytest.mark.parametrize("form", ["auto", "extremal"])
+@pytest.mark.parametrize("fused", [False, True], ids=["engine", "fused"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sinks": torch.linspace(-2, 3, 4)}, {"logits_soft_cap": 3.0, "window_left": 31}],
+    ids=["plain", "sink", "capped"],
+)
+def test_a_row_beside_others_says_what_it_says_alone(tier, form, fused, options):
+    store = Store(tier)
+    store.k[3, 0, 0] = math.nan  # of some rows; the others must not notice
+    lengths = (40, 33, 1, 36, 7, 150, 31, 2, 39)
+    q, indptr, indices, together = run(store, lengths, form=form, fused=fused, **options)
+    assert len(list(side_by_side([indices[:n] for n in lengths], 4 * 64))) < len(lengths)
+    spoilt = 0
+    for row in range(len(lengths)):
+        seen = indices[indptr[row] : indptr[row + 1]]
+        alone = measure(
+            q[row : row + 1],
+            store.k,
+            store.v,
+            kv_indptr=torch.tensor([0, len(seen)]),
+            kv_indices=seen,
+            radii=store,
+            sm_scale=SCALE,
+            delta_loc=[1e-6],
+            form=form,
+            fused=fused,
+            exact_k=store.exact,
+            audit_rows=torch.tensor([True]),
+            **options,
+        )
+        for field in dataclasses.fields(alone):
+            mine, its = getattr(together, field.name)[row : row + 1], getattr(alone, field.name)
+            torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-14, equal_nan=True)
+        spoilt += int(alone.meter[0, 0] == 1.0)
+    assert 0 < spoilt < len(lengths)
+
+
+def test_rows_of_unlike_length_or_many_tokens_do_not_go_together():
+    def lengths(tokens, elements):
+        return [batch.lengths for batch in side_by_side([torch.arange(n) for n in tokens], elements)]
+
+    assert lengths((100, 300, 110, 125, 126), 1) == [[100, 110, 125], [126], [300]]
+    assert lengths((100, 100, 100), MAX_ELEMENTS // 200) == [[100, 100], [100]]
+    assert lengths((100, 100), MAX_ELEMENTS) == [[100], [100]]
+
+
+def test_bounds_of_many_layers_at_once_are_those_of_each():
+    store = Store("witness")
+    gen = torch.Generator().manual_seed(3)
+    options = {"radii": store, "sm_scale": SCALE, "delta_loc": [0.0, 0.0]}
+    layers = []
+    for sinks, form in ((None, "auto"), (None, "auto"), (torch.zeros(4), "auto"), (None, "rms"), (None, "auto")):
+        q = torch.randn(2, 4, 64, generator=gen)
+        rows = [torch.arange(30), torch.arange(50)]
+        layers.append(measure_rows(q, lambda s: (store.k[s], store.v[s]), rows, sinks=sinks, form=form, **options))
+    together = bound_cells(layers)
+    assert len(together) == 5
+    for layer, cells in zip(layers, together, strict=True):
+        (alone,) = bound_cells([layer])
+        for field in ("acc", "meter", "form", "out_bound", "out_norm", "log_a", "floor"):
+            assert torch.equal(getattr(cells, field), getattr(alone, field))
+    assert not torch.equal(together[0].meter, together[1].meter)
 
 
 def test_slots_that_are_not_visible_are_never_read():

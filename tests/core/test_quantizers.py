@@ -26,6 +26,7 @@ from witcert_core.bands import band_map
 from witcert_core.dither import DitherKey
 from witcert_core.hooks import quantizer_registry
 from witcert_core.quantizers import QuantizerRegistry
+from witcert_core.quantizers.base import check_kinds_alike
 from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.quantizers.int8_dither import Int8Dither
 from witcert_core.witness import decode_norm, value_codes, witness_codes
@@ -242,6 +243,21 @@ def variant(**changes: object) -> type[Quantizer]:
 def test_each_promise_broken_by_a_class_is_found(method: object, broken: str) -> None:
     with pytest.raises(QuantizerError, match=broken):
         check_quantizer(variant(fake_quantize=method)())
+
+
+def test_values_that_are_quantized_unlike_keys_are_not_alike() -> None:
+    def by_kind(self, x, *, kind, layer, positions, ctx):  # type: ignore[no-untyped-def]
+        return x * (0.5 if kind == "k" else 0.25)
+
+    check_quantizer(variant(fake_quantize=by_kind)())
+    with pytest.raises(QuantizerError, match="values are quantized unlike keys"):
+        check_quantizer(variant(fake_quantize=by_kind, kinds_alike=True)())
+
+
+@pytest.mark.parametrize("flag", [{"space": "pre_rope"}, {"token_group": 2}, {"recent_tokens": 8}])
+def test_quantizers_that_need_to_know_keys_from_values_are_not_alike(flag: dict[str, object]) -> None:
+    with pytest.raises(QuantizerError, match="kinds_alike needs"):
+        check_kinds_alike(variant(kinds_alike=True, **flag)())
 
 
 @dataclass(frozen=True)

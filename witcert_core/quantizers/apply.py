@@ -6,6 +6,7 @@ forth are part of what is measured: witnesses compare what is stored with what t
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from witcert_core.errors import QuantizerError
@@ -36,6 +37,16 @@ def fake_quantize(
     before = rope.unrotate(x, positions)
     values = quantizer.fake_quantize(before, kind=kind, layer=layer, positions=positions, ctx=ctx)
     return rope.rotate(_checked(quantizer, values, x, kind, layer), positions)
+
+
+def fake_quantize_both(
+    quantizer: Quantizer, k: Tensor, v: Tensor, *, layer: int, positions: Tensor, ctx: QuantContext
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [N, H, D] float32 of a quantizer that treats both alike, in one call."""
+    both = torch.cat((k, v))  # a copy, as in `fake_quantize`
+    values = quantizer.fake_quantize(both, kind="k", layer=layer, positions=positions.repeat(2), ctx=ctx)
+    values = _checked(quantizer, values, both, "k", layer)
+    return values[: len(k)], values[len(k) :]
 
 
 def calibrate(

@@ -55,6 +55,8 @@ class Quantizer(ABC):
       token_group     tokens quantized together, positions i * token_group onwards; handed over whole once it is closed
       state           "request" if codes depend on a calibration over the first tokens of the request
       tier            "dither" if the error follows the dither law, else "witness"
+      kinds_alike     whether values are quantized as keys are: both of a token may then come as two tokens of kind
+                      "k" in one call; only for quantizers of post-RoPE keys that take each token by itself
       stored_witness  whether the cache keeps one residual norm per group beside the codes
     """
 
@@ -63,6 +65,7 @@ class Quantizer(ABC):
     token_group: ClassVar[int] = 1
     state: ClassVar[State] = "none"
     tier: ClassVar[Tier] = "witness"
+    kinds_alike: ClassVar[bool] = False
     stored_witness: ClassVar[bool] = False
 
     @property
@@ -197,6 +200,13 @@ class CodedQuantizer(Quantizer):
 
     @abstractmethod
     def bytes_per_token_head(self, head_dim: int) -> float: ...
+
+
+def check_kinds_alike(quantizer: Quantizer) -> None:
+    """Raise QuantizerError for a quantizer that says `kinds_alike` and needs to know keys from values all the same."""
+    flags = {"space": "post_rope", "token_group": 1, "state": "none", "tier": "witness", "recent_tokens": 0}
+    if quantizer.kinds_alike and any(getattr(quantizer, flag) != value for flag, value in flags.items()):
+        raise QuantizerError(f"quantizer {quantizer.name!r}: kinds_alike needs {flags}; leave kinds_alike false")
 
 
 def check_input(name: str, x: Tensor, kind: str, positions: Tensor, ctx: QuantContext) -> None:

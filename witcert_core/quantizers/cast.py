@@ -16,6 +16,7 @@ class NoQuantizer(Quantizer):
     """The exact 16-bit cache: what metering costs when there is nothing to find."""
 
     name: ClassVar[str] = "none"
+    kinds_alike: ClassVar[bool] = True
 
     def fake_quantize(
         self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
@@ -31,6 +32,7 @@ class NoQuantizer(Quantizer):
 class _Float8Cast(Quantizer):
     """Scale 1, ties to even; beyond the largest finite value (Inf too) it saturates, NaN stays NaN."""
 
+    kinds_alike: ClassVar[bool] = True
     float8: ClassVar[torch.dtype]
 
     def fake_quantize(

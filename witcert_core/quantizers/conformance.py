@@ -17,6 +17,7 @@ from witcert_core.quantizers.base import (
     Kind,
     QuantContext,
     Quantizer,
+    check_kinds_alike,
 )
 from witcert_core.rotary import RotarySpec
 
@@ -50,6 +51,7 @@ def check_quantizer(quantizer: Quantizer, head_dim: int = 128, num_heads: int = 
             _check_nonfinite,
             _check_empty,
             _check_codes,
+            _check_alike,
         ):
             try:
                 check(case, kind)
@@ -275,6 +277,14 @@ def _check_codes(case: _Case, kind: Kind) -> None:
             _require(fits, f"part {name!r} has integers that do not fit {part.bits} bits")
     decoded = quantizer.decode(parts, kind=kind, layer=_LAYER, positions=case.positions, ctx=ctx)
     _same(decoded, case.run(case.x, kind), "fake_quantize is not decode(encode(x))")
+
+
+def _check_alike(case: _Case, kind: Kind) -> None:
+    """What `kinds_alike` promises; that a token does not depend on the others is checked of every quantizer."""
+    if not case.quantizer.kinds_alike:
+        return
+    check_kinds_alike(case.quantizer)
+    _same(case.run(case.x, "k"), case.run(case.x, "v"), "kinds_alike is set, but values are quantized unlike keys")
 
 
 def _check_bytes(case: _Case) -> None:

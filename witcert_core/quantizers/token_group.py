@@ -21,6 +21,7 @@ class _TokenGroup(Quantizer):
     Ranges beyond fp16 saturate; a NaN makes its own group NaN. The last group may be short.
     """
 
+    kinds_alike: ClassVar[bool] = True
     bits: ClassVar[int]
     group_size: int = 32
 
@@ -44,7 +45,7 @@ class _TokenGroup(Quantizer):
         zero = low.to(torch.float16).to(torch.float32)
         scale = ((high - low) / largest_code).to(torch.float16).to(torch.float32)
         step = scale + (scale == 0)
-        codes = ((grouped - zero) / step).round_().clamp_(0, largest_code)
+        codes = (grouped - zero).div_(step).round_().clamp_(0, largest_code)
         stored: Tensor = codes.mul_(scale).add_(zero).flatten(start_dim=2)
         return stored[..., :head_dim].contiguous()
 

@@ -11,7 +11,15 @@ from torch import Tensor
 from witcert_core.dither import DitherKey
 from witcert_core.errors import QuantizerError, UnsupportedError
 from witcert_core.quantizers import apply
-from witcert_core.quantizers.base import KINDS, CalibratedQuantizer, DitheredQuantizer, Kind, QuantContext, Quantizer
+from witcert_core.quantizers.base import (
+    KINDS,
+    CalibratedQuantizer,
+    DitheredQuantizer,
+    Kind,
+    QuantContext,
+    Quantizer,
+    check_kinds_alike,
+)
 from witcert_core.rotary import RotaryTable
 from witcert_core.serving.calls import Coded
 from witcert_core.serving.geometry import Geometry
@@ -39,6 +47,7 @@ class Encoder:
                 f"quantizer {quantizer.name!r} takes keys before RoPE, and the rotary embeddings of this engine and "
                 "model are not known; use a quantizer of post_rope keys"
             )
+        check_kinds_alike(quantizer)
         self.quantizer = quantizer
         self.geometry = geometry
         self.row_ids = row_ids
@@ -60,6 +69,16 @@ class Encoder:
         states: of a calibrated quantizer, for keys and values, [N, Hkv, W] each.
         """
         k, v = self._contexts["k"], self._contexts["v"]
+        if self.quantizer.kinds_alike and exact_k.shape == exact_v.shape:
+            keys, values = apply.fake_quantize_both(
+                self.quantizer,
+                exact_k.to(torch.float32),
+                exact_v.to(torch.float32),
+                layer=layer,
+                positions=positions,
+                ctx=k,
+            )
+            return Coded(keys, None), Coded(values, None)
         if self.quantizer.tier == "dither":
             rows, key = self.row_ids[slots], self.dither_key
             k, v = replace(k, row_ids=rows, dither_key=key), replace(v, row_ids=rows, dither_key=key)

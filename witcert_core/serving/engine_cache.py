@@ -38,5 +38,6 @@ class EngineCache(SimulatedCache):
             read = gather(plan.requests, side, lambda flat: self.pool.read(call.layer, flat), own)
             exact_k = self.store.exact_k.get(call.layer)
             audited = None if exact_k is None else exact_k[read.slots]
-            measuring.observe(step, plan, call, read, audited, deltas, self.policy.meter.form)
+            seen, form = read.seen(plan.rows), self.policy.meter.form
+            measuring.observe(step, plan, call, seen, read.read, read.radii, audited, deltas, form)
         return out

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.meter import Radii
+from witcert_core.serving.rows import MeteredRow
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ class Gathered:
     def slots(self) -> Tensor:
         """[M], where the tokens came from."""
         return self.radii.slots
+
+    def read(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values by place."""
+        return self.k.index_select(0, places), self.v.index_select(0, places)
+
+    def seen(self, rows: Sequence[MeteredRow]) -> list[Tensor]:
+        """The places [S] that each row sees."""
+        return [torch.arange(self.starts[r.request], self.starts[r.request] + r.position + 1) for r in rows]
 
 
 def gather(

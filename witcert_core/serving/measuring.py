@@ -7,10 +7,9 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from witcert_core.meter import CellBatch, measure
+from witcert_core.meter import CellBatch, Radii, Read, Summed, measure_rows
 from witcert_core.repair import BlockRepairer, LayerCall, RequestRows
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.gathered import Gathered
 from witcert_core.serving.rows import RowPlan
 from witcert_core.serving.step import StepCells, Verdict
 
@@ -19,26 +18,24 @@ def observe(
     step: StepCells,
     plan: RowPlan,
     call: AttentionCall,
-    read: Gathered,
+    seen: list[Tensor],
+    read: Read,
+    radii: Radii,
     exact_k: Tensor | None,
     delta_loc: list[float],
     form: str,
 ) -> None:
-    """Measure the planned rows over what their requests read; under the dither law once more deterministically.
+    """Measure the planned rows; under the dither law once more deterministically.
 
-    exact_k [M, Hkv, D]: exact keys of the gathered tokens, for audits.
+    seen: per row, where its tokens are, in the terms of `read`, `radii` and exact_k [SLOTS, Hkv, D], for audits.
     """
-    seen = [torch.arange(read.starts[r.request], read.starts[r.request] + r.position + 1) for r in plan.rows]
-    indptr = torch.tensor([0, *(len(s) for s in seen)]).cumsum(0)
 
-    def cells(delta: list[float], audit: bool) -> CellBatch:
-        return measure(
+    def summed(delta: list[float], audit: bool) -> Summed:
+        return measure_rows(
             call.q[plan.tokens],
-            read.k,
-            read.v,
-            kv_indptr=indptr,
-            kv_indices=torch.cat(seen),
-            radii=read.radii,
+            read,
+            seen,
+            radii=radii,
             sm_scale=call.sm_scale,
             delta_loc=delta,
             logits_soft_cap=call.logits_soft_cap,
@@ -49,9 +46,9 @@ def observe(
             audit_rows=plan.audited if audit else None,
         )
 
-    step.layers[call.layer] = cells(delta_loc, exact_k is not None)
+    step.summed[call.layer] = summed(delta_loc, exact_k is not None)
     if any(delta > 0 for delta in delta_loc):
-        step.witness_layers[call.layer] = cells([0.0] * len(delta_loc), False)
+        step.witness_summed[call.layer] = summed([0.0] * len(delta_loc), False)
 
 
 def gate(

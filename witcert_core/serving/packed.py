@@ -148,7 +148,8 @@ class PackedStorage:
         if plan.rows and call.layer in self.metered_layers:
             exact = self.exact_k.get(call.layer)
             audited = None if exact is None else exact[read.slots]
-            measuring.observe(step, plan, call, read, audited, deltas, self.policy.meter.form)
+            seen, form = read.seen(plan.rows), self.policy.meter.form
+            measuring.observe(step, plan, call, seen, read.read, read.radii, audited, deltas, form)
 
 
 def attend(q: Tensor, read: Gathered, new: list[int], sm_scale: float) -> Tensor:

@@ -146,7 +146,10 @@ class Runtime:
                 f"{self.attention_calls} metered attention calls in a pass over {len(self.geometry.layers)} layers: "
                 "some attention bypasses the meter, so nothing is served"
             )
-        return None if step is None else self.ranks.collect(step)
+        if step is None:
+            return None
+        step.settle()
+        return self.ranks.collect(step)
 
     def _deltas(self, plan: RowPlan) -> list[float]:
         """Failure probability each cell of a metered row may spend; 0 under the deterministic tier."""

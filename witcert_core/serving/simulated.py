@@ -6,6 +6,7 @@ place once they are due (`closing.py`): in a pass that reads what is stored befo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,6 @@ from witcert_core.repair import BlockRepairer, LayerCall
 from witcert_core.serving import measuring
 from witcert_core.serving.calls import AttentionCall, Coded
 from witcert_core.serving.encoder import Encoder
-from witcert_core.serving.gathered import gather
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.rows import RowPlan
 from witcert_core.serving.step import StepCells
@@ -211,10 +211,9 @@ class SimulatedCache:
             return
         exact_k = self.store.exact_k.get(call.layer)
         if self.repairer is None:
-            slots = plan.metered_requests()
-            read = gather(slots, self.store[call.layer], lambda flat: self.pool.read(call.layer, flat))
-            audited = None if exact_k is None else exact_k[read.slots]
-            measuring.observe(step, plan, call, read, audited, deltas, self.policy.meter.form)
+            seen = [plan.slots_of(number) for number in range(len(plan.rows))]
+            read, radii = functools.partial(self.pool.read, call.layer), self.store[call.layer]
+            measuring.observe(step, plan, call, seen, read, radii, exact_k, deltas, self.policy.meter.form)
             return
         layer_call = LayerCall(
             layer=call.layer,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from witcert_core.meter import CellBatch
+from witcert_core.meter import CellBatch, Summed, bound_cells
 from witcert_core.report.summary import RequestLedger
 from witcert_core.serving.rows import MeteredRow
 
@@ -46,6 +46,7 @@ class StepCells:
     """All cells of one forward pass: per layer, R rows, in the order of `rows`.
 
     witness_layers: the same rows under the deterministic radii, when `layers` used the dither law.
+    summed, witness_summed: layers whose bounds are still to be taken, by `settle`.
     lost: layers that should have measured these rows and did not, with the reason; their cells are unknown.
     verdicts: what a repairing gate did, one for each layer and request.
     """
@@ -54,9 +55,17 @@ class StepCells:
     rows: list[MeteredRow]
     layers: dict[int, CellBatch] = field(default_factory=dict)
     witness_layers: dict[int, CellBatch] = field(default_factory=dict)
+    summed: dict[int, Summed] = field(default_factory=dict)
+    witness_summed: dict[int, Summed] = field(default_factory=dict)
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
     verdicts: list[Verdict] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        """Take the bounds of all layers at once."""
+        for summed, layers in ((self.summed, self.layers), (self.witness_summed, self.witness_layers)):
+            layers |= dict(zip(summed, bound_cells(list(summed.values())), strict=True))
+            summed.clear()
 
     def count(self, ledger: RequestLedger, committed: Collection[int]) -> dict[int, str]:
         """Count the rows of the committed requests, by index in the batch.

@@ -195,9 +195,8 @@ def requests_of(batch: Any, req_to_token: Tensor) -> list[RequestPass]:
     new_tokens = [1] * len(rids) if mode.is_decode() else [int(n) for n in batch.extend_seq_lens.tolist()]
     # A batch that mixes prompts with generated tokens does not say which is which.
     prefilling = None if mode.is_mixed() else not mode.is_decode()
-    slots = [
-        req_to_token[int(batch.req_pool_indices[i]), : int(batch.seq_lens[i])].to(torch.int64) for i in range(len(rids))
-    ]
+    places = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
+    slots = [req_to_token[place, :length].to(torch.int64) for place, length in places]
     return [
         RequestPass(rid, mine, new, prefilling) for rid, mine, new in zip(rids, slots, new_tokens, strict=True)
     ]
