@@ -12,6 +12,7 @@ from witcert_core.errors import QuantizerError
 from witcert_core.quantizers.base import Kind, QuantContext, Quantizer, check_input
 
 _FP16_MAX = torch.finfo(torch.float16).max
+_FP16_LEAST = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class _TokenGroup(Quantizer):
         high = grouped.amax(dim=-1, keepdim=True).clamp_(-_FP16_MAX, _FP16_MAX)
         zero = low.to(torch.float16).to(torch.float32)
         scale = ((high - low) / largest_code).to(torch.float16).to(torch.float32)
-        step = scale + (scale == 0)
+        step = scale.clamp(min=_FP16_LEAST)  # where the scale is 0 every code means zero
         codes = (grouped - zero).div_(step).round_().clamp_(0, largest_code)
         stored: Tensor = codes.mul_(scale).add_(zero).flatten(start_dim=2)
         return stored[..., :head_dim].contiguous()
