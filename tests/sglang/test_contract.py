@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from test_refusals import changed_config, on_import_of
 from witcert_sglang import contract
 from witcert_sglang.contract import CONTRACT, Members
+from witcert_sglang.doctor import of_model
 from witcert_sglang.hooks import Hook
 from witcert_sglang.plugin import Installation
 
@@ -98,3 +99,18 @@ def test_the_doctor_names_what_refuses(checkpoint: Path, tmp_path: Path) -> None
     assert sum("Scheduler.get_init_info" in line for line in refused) == 2
     assert sum("NOT LIVE" in line for line in refused) == 1
     assert any("head_dim 72" in line for line in refused)
+
+
+def test_the_doctor_names_a_model_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    (finding,) = of_model(str(tmp_path), parse_policy({"version": 1, "quantizer": {"name": "none"}}))
+    assert finding.level == "refused"
+    assert str(tmp_path) in finding.text
+    assert "\n" not in finding.text
+
+
+def test_the_doctor_names_more_outliers_than_a_head_has(checkpoint: Path) -> None:
+    quantizer = {"name": "int8_dither_bypass", "storage": "packed", "params": {"pairs": 999}}
+    *_, last = of_model(str(checkpoint), parse_policy({"version": 1, "quantizer": quantizer}))
+    assert last.level == "refused"
+    assert "999 channel pairs" in last.text

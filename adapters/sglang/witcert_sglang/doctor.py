@@ -121,8 +121,16 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
         yield missing
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = ModelConfig(path)
+    try:
+        config = ModelConfig(path)
+    except (OSError, ValueError) as error:  # what Transformers says of a directory or hub id that is no model
+        yield Finding("refused", "model", f"{path} cannot be read: {' '.join(str(error).split())}")
+        return
     yield checked("model", support.check_model, config, "triton", "auto", device)
+    bypass = checked("outliers", support.check_bypass, policy.build_quantizer(), config)
+    if bypass.level == "refused":
+        yield bypass
+        return
     yield checked("head size", check_quantizer, policy.build_quantizer(), config.head_dim)
     layers = range(config.num_hidden_layers)
     for key, chosen in (("quantizer.layers", policy.quantizer.layers_of), ("meter.layers", policy.meter.layers_of)):

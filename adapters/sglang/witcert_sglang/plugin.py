@@ -117,8 +117,8 @@ class Installation:
         config = model_config(server_args)
         cache_dtype = "auto" if own else args.kv_cache_dtype
         refuse_on_error(support.check_model, config, args.attention_backend, cache_dtype, args.device)
-        refuse_on_error(check_quantizer, self.quantizer, config.head_dim)
         refuse_on_error(support.check_bypass, self.quantizer, config)
+        refuse_on_error(check_quantizer, self.quantizer, config.head_dim)
         layers = range(config.num_hidden_layers)
         refuse_on_error(self.policy.quantizer.layers_of, layers)
         refuse_on_error(self.policy.meter.layers_of, layers)
