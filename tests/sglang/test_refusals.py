@@ -20,6 +20,7 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from witcert_demo.servers import server_environment
 from witcert_sglang import support
+from witcert_sglang.plugin import is_main_process
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy import parse_policy
@@ -144,6 +145,37 @@ def test_a_broken_adapter_stops_the_server(checkpoint: Path, tmp_path: Path) -> 
     )
     line = refusal(*launch(checkpoint, write_policy(tmp_path / "p.yaml", **NONE), extra_path=tmp_path))
     assert "half installed" in line
+
+
+CHILD = """
+import multiprocessing, sys
+from sglang.srt.entrypoints.http_server import launch_server
+from sglang.srt.server_args import ServerArgs
+
+if __name__ == "__main__":
+    args = ServerArgs(model_path=sys.argv[1], device="cpu", dp_size=2)
+    child = multiprocessing.get_context("spawn").Process(target=launch_server, args=(args,))
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+def test_a_server_in_a_child_process_is_refused_alike(checkpoint: Path, tmp_path: Path) -> None:
+    """Programs start servers in processes of their own: who the parent is says nothing about what a process serves."""
+    (tmp_path / "program.py").write_text(CHILD)
+    env = server_environment(write_policy(tmp_path / "p.yaml", **NONE))
+    command = [sys.executable, str(tmp_path / "program.py"), str(checkpoint)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert "--dp-size 2" in refusal(done.returncode, done.stdout + done.stderr)
+
+
+def test_workers_are_told_by_what_they_run() -> None:
+    def run_scheduler_process() -> bool:
+        return is_main_process()
+
+    assert is_main_process()
+    assert not run_scheduler_process()
 
 
 FINE = {name: allowed for name, (allowed, _) in support.REFUSED_OPTIONS.items()} | {

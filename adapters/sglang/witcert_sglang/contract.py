@@ -211,6 +211,9 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Members(f"{_SRT}.plugins.hook_registry.HookType", ("BEFORE", "AFTER", "AROUND")),
     Signature(f"{_SRT}.utils.common.kill_process_tree", ("parent_pid", "include_parent")),
     Members(f"{_SRT}.entrypoints.http_server", ("app",)),
+    Members(f"{_SRT}.managers.scheduler", ("run_scheduler_process",)),
+    Members(f"{_SRT}.managers.detokenizer_manager", ("run_detokenizer_process",)),
+    Members(f"{_SRT}.managers.data_parallel_controller", ("run_data_parallel_controller_process",)),
 )
 
 

@@ -16,7 +16,6 @@ from witcert_sglang.hooks import Hook
 from witcert_sglang.results import META_KEY
 
 KEPT_SUMMARIES = 4096
-_SERVER = "sglang.srt.entrypoints.http_server"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _COMPLETION = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
@@ -39,8 +38,8 @@ STATE = MainState()
 
 
 def hooks(policy: Policy) -> list[Hook]:
-    """The hooks of the main process; without `report.per_request` only the status route."""
-    wanted = [Hook(f"{_SERVER}._setup_and_run_http_server", "before", add_routes, "main", ("server_args",))]
+    """The hooks that put summaries on answers; none without `report.per_request`."""
+    wanted = []
     if policy.report.per_request:
         stream = ("self", "adapted_request", "request", "raw_request")
         build = ("self", "request", "ret", "created")
@@ -60,7 +59,7 @@ def hooks(policy: Policy) -> list[Hook]:
     return wanted
 
 
-def add_routes(*_args: Any, **_kwargs: Any) -> None:
+def add_routes() -> None:
     """Add `/witcert/status` and `/witcert/requests/{request_id}` to SGLang's application."""
     from fastapi.responses import JSONResponse
     from sglang.srt.entrypoints.http_server import app

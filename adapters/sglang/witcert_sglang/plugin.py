@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -41,6 +41,9 @@ _BUILD_METHOD = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.
 _BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init"
 _FUSED_WRITE = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
 _LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
+_SERVE = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+_SERVE_PARAMETERS = ("server_args", "tokenizer_manager", "template_manager", "port_args", "scheduler_infos")
+_WORKERS = ("run_scheduler_process", "run_detokenizer_process", "run_data_parallel_controller_process")
 
 
 class Installation:
@@ -93,6 +96,7 @@ class Installation:
             Hook(f"{_SERVER_ARGS}.resolve_once", "before", self.before_resolve, "main", ("self",)),
             Hook(f"{_SERVER_ARGS}.check_server_args", "after", self.after_check_server_args, "main", ("self",)),
             Hook(_LAUNCH, "after", self.after_launch, "main", ("cls", "server_args")),
+            Hook(_SERVE, "before", self.before_http, "main", _SERVE_PARAMETERS),
             *http.hooks(self.policy),
         ]
         return every + (main if is_main_process() else [])
@@ -103,19 +107,9 @@ class Installation:
         refuse_on_error(support.check_model_path, server_args.model_path)
 
     def after_check_server_args(self, _result: Any, server_args: Any) -> None:
-        from sglang.srt.arg_groups.overrides import resolved_view
-
-        args = resolved_view(server_args)
-        own = self.policy.meters_engine
-        refuse_on_error(support.check_server, args, own)
-        refuse_on_error(support.check_graphs, self.policy, args)
-        if own:
-            refuse_on_error(support.check_engine_cache, self.policy.prefill_reads, args)
-        refuse_on_error(support.check_gate, self.policy.repairs, self.policy.gate.on_exhausted, args)
-        refuse_on_error(support.check_storage, self.policy.quantizer.storage, args)
-        refuse_on_error(support.check_sharing, self.quantizer, args)
+        args = refuse_on_error(self.checked_options, server_args)
         config = model_config(server_args)
-        cache_dtype = "auto" if own else args.kv_cache_dtype
+        cache_dtype = "auto" if self.policy.meters_engine else args.kv_cache_dtype
         refuse_on_error(support.check_model, config, args.attention_backend, cache_dtype, args.device)
         refuse_on_error(support.check_bypass, self.quantizer, config)
         refuse_on_error(check_quantizer, self.quantizer, config.head_dim)
@@ -126,13 +120,45 @@ class Installation:
             refuse_on_error(lambda path: JsonlWriter(path).close(), self.policy.report.jsonl)
         refuse_on_error(support.check_port, args.host, args.port)
 
+    def checked_options(self, server_args: Any) -> Any:
+        """The server's options as SGLang resolved them; UnsupportedError for some that cannot be metered."""
+        from sglang.srt.arg_groups.overrides import resolved_view
+
+        args, policy = resolved_view(server_args), self.policy
+        support.check_server(args, policy.meters_engine)
+        support.check_graphs(policy, args)
+        if policy.meters_engine:
+            support.check_engine_cache(policy.prefill_reads, args)
+        support.check_gate(policy.repairs, policy.gate.on_exhausted, args)
+        support.check_storage(policy.quantizer.storage, args)
+        support.check_sharing(self.quantizer, args)
+        return args
+
     def after_launch(self, result: Any, *_args: Any, **_kwargs: Any) -> None:
+        self.expect_meter(result[3].scheduler_infos)
+
+    def before_http(
+        self,
+        _server_args: Any,
+        _tokenizer_manager: Any,
+        _template_manager: Any,
+        _port_args: Any,
+        scheduler_infos: Any,
+        *_args: Any,
+        **_kwargs: Any,
+    ) -> None:
+        """Where a program calls `launch_server` itself, plugins are loaded after `_launch_subprocesses` began."""
+        from witcert_sglang import http
+
+        self.expect_meter(scheduler_infos)
+        http.add_routes()
+
+    def expect_meter(self, infos: Any) -> None:
         """The scheduler must have said that it is metered; a server that is not is stopped here."""
         from sglang.srt.utils.common import kill_process_tree
 
         from witcert_sglang import http
 
-        infos = result[3].scheduler_infos
         status = infos[0].get("witcert") if infos else None
         if status is None:
             kill_process_tree(os.getpid(), include_parent=False)
@@ -150,6 +176,7 @@ class Installation:
 
     def build_runtime(self, runner: Any, backend: Any) -> SglangRuntime:
         if self.runtime is None:
+            self.checked_options(runner.server_args)  # not every way to start a scheduler leads by the main process
             pool, own = runner.token_to_kv_pool, self.policy.meters_engine
             layers = support.check_layers(runner.model, pool.layer_num, type(backend).__name__)
             if own:
@@ -241,8 +268,14 @@ def no_beams(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> str:
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that serves HTTP (SGLang's others are children of it)."""
-    return multiprocessing.parent_process() is None
+    """Whether this process serves clients: SGLang's others load their plugins inside the functions they are made for.
+
+    Its parent says nothing: programs also start servers and engines in child processes of their own.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name not in _WORKERS:
+        frame = frame.f_back
+    return frame is None
 
 
 def refuse_on_error(check: Callable[..., T], *args: Any) -> T:
