@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,15 +47,17 @@ def test_alone_it_is_metered_as_in_one_chunk(checkpoint: Path, tmp_path: Path) -
 
 def test_its_own_key_is_read_as_a_chunk_reads_it() -> None:
     """Requests: a chunk of three, a prompt's last token, a generated token."""
-    new, prefilling = [3, 1, 1], torch.tensor([True, True, False])
+    new, prefilling = [3, 1, 1], [True, True, False]
 
-    def reads_stored(prefill_reads: str, is_prefilling: torch.Tensor | None) -> list[bool]:
+    def reads_stored(prefill_reads: str, prefilling: Sequence[bool | None]) -> list[bool] | bool:
         runtime = VllmRuntime.__new__(VllmRuntime)
         runtime.policy = SimpleNamespace(prefill_reads=prefill_reads)
         runtime.out_slots = torch.arange(5)
-        return runtime._reads_stored(is_prefilling, new).tolist()
+        found = runtime._reads_stored(prefilling, new)
+        return found if isinstance(found, bool) else found.tolist()
 
     assert reads_stored("chunk_exact", prefilling) == [False] * 4 + [True]
-    assert reads_stored("stored", prefilling) == [True] * 5
+    assert reads_stored("chunk_exact", [True] * 3) is False
+    assert reads_stored("stored", prefilling) is True
     with pytest.raises(UnsupportedError, match="prefilling"):
-        reads_stored("chunk_exact", None)
+        reads_stored("chunk_exact", [None] * 3)

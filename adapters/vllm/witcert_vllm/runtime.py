@@ -23,7 +23,7 @@ class VllmRuntime(Runtime):
     block_size: int
     out_slots: Tensor
     positions: Tensor
-    stored: Tensor
+    stored: bool | Tensor
 
     def begin_pass(self, request_ids: Sequence[str], metadata: Any) -> None:
         """A pass over `request_ids`, described by vLLM's `CommonAttentionMetadata`."""
@@ -34,35 +34,34 @@ class VllmRuntime(Runtime):
         new = [end - begin for begin, end in pairwise(starts)]
         slots = slots_of(metadata.block_table_tensor[: len(request_ids)], max(lengths), self.block_size)
         self.out_slots = metadata.slot_mapping[: starts[-1]].to(torch.int64)
-        # Of each new token: its request, and what lies between its place in the pass and in the request.
-        ahead = [length - end for length, end in zip(lengths, starts[1:], strict=True)]
-        facts = torch.tensor([list(range(len(new))), ahead], device=self.out_slots.device)
-        request, offset = facts.repeat_interleave(torch.tensor(new, device=facts.device), 1)
-        self.positions = torch.arange(starts[-1], device=facts.device) + offset
+        # Of each new token: its request and its place in the request.
+        rows = [(i, place) for i, end in enumerate(lengths) for place in range(end - new[i], end)]
+        request, self.positions = torch.tensor(rows, dtype=torch.int64, device=self.out_slots.device).unbind(1)
         if not torch.equal(slots[request, self.positions], self.out_slots):
             raise UnsupportedError(
                 "the slots vLLM writes are not the last ones of its block tables, so the meter would read others; "
                 "install the vLLM version that docs/limits.md names, or unset WITCERT_POLICY"
             )
-        self.stored = self._reads_stored(metadata.is_prefilling, new)
         prefilling: Sequence[bool | None] = [None] * len(new)
         if metadata.is_prefilling is not None:
             prefilling = metadata.is_prefilling[: len(new)].tolist()
+        self.stored = self._reads_stored(prefilling, new)
         self.begin(
             [RequestPass(rid, slots[i, : lengths[i]], new[i], prefilling[i]) for i, rid in enumerate(request_ids)],
             self.out_slots,
         )
 
-    def _reads_stored(self, is_prefilling: Tensor | None, new_tokens: list[int]) -> Tensor:
-        """[N] bool: which new tokens read their quantized selves. A chunk's last single token is no decode row."""
-        counts = torch.tensor(new_tokens)
+    def _reads_stored(self, prefilling: Sequence[bool | None], new_tokens: Sequence[int]) -> bool | Tensor:
+        """Which new tokens read their quantized selves: one answer, or [N] bool. A chunk's last is no decode row."""
         if self.policy.prefill_reads == "stored":
-            of_request = torch.ones(len(new_tokens), dtype=torch.bool)
-        elif is_prefilling is None:
+            return True
+        if None in prefilling:
             raise UnsupportedError("vLLM does not say which requests are prefilling, so chunks cannot be told apart")
-        else:
-            of_request = ~is_prefilling[: len(new_tokens)].cpu() & (counts == 1)
-        return of_request.repeat_interleave(counts).to(self.out_slots.device)
+        of_request = [not chunk and count == 1 for chunk, count in zip(prefilling, new_tokens, strict=True)]
+        if len(set(of_request)) == 1:
+            return of_request[0]
+        of_token = [reads for reads, count in zip(of_request, new_tokens, strict=True) for _ in range(count)]
+        return torch.tensor(of_token, device=self.out_slots.device)
 
     def forget_blocks(self, blocks: Sequence[int], size: int) -> None:
         """Nothing is known any more of what these blocks of `size` tokens hold: something else may write them.
