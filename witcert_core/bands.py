@@ -15,6 +15,9 @@ from torch import Tensor
 from witcert_core.errors import InputError
 from witcert_core.rotary import RotarySpec
 
+DIFFERENCE_UP = 1.0 + 2.0**-23
+"""Covers the float32 rounding of a difference, twice over."""
+
 
 @dataclass(frozen=True)
 class BandMap:
@@ -62,7 +65,7 @@ class BandMap:
         return total.sqrt() * unit
 
     def difference_norms(self, x: Tensor, y: Tensor) -> Tensor:
-        """Norm of ``x - y`` in each band, float64 ``[..., B]``, in few operations.
+        """Norm of ``x - y`` in each band, float64 ``[..., B]``, rounded up, in few operations.
 
         Both ``[..., D]`` and of at most 32 bits an element: squares of their differences stay in float64's range.
         NaN or infinity in a channel makes its band NaN or infinite.
@@ -71,15 +74,34 @@ class BandMap:
         for operand in (x, y):
             if operand.element_size() > 4:
                 raise InputError(f"an operand has dtype {operand.dtype}; squares are safe for at most 32 bits")
-        difference = x.to(torch.float64) - y.to(torch.float64)
-        total: Tensor = difference.square() @ self._members.to(x.device)
-        if not bool(total.isfinite().all()):  # 0 * NaN has spoiled the other bands too
-            return self.norms(difference)
-        return total.sqrt()
+        # The difference of two floats is rounded once, by at most 2^-24 of itself.
+        difference = (x.to(torch.float32) - y.to(torch.float32)).to(torch.float64)
+        if self._grid is None:
+            total: Tensor = difference.square() @ self._members.to(x.device)
+            if not bool(total.isfinite().all()):  # 0 * NaN has spoiled the other bands too
+                return self.norms(difference) * DIFFERENCE_UP
+        else:
+            parts, width = self._grid
+            total = difference.square_().reshape(*x.shape[:-1], parts, self.num_bands, width).sum(-1)
+            total = total.sum(-2) if parts > 1 else total.squeeze(-2)
+        return total.sqrt().mul_(DIFFERENCE_UP)
 
     def _check(self, x: Tensor) -> None:
         if x.shape[-1] != self.head_dim:
             raise InputError(f"x has {x.shape[-1]} channels; this band map is for {self.head_dim}")
+
+    @functools.cached_property
+    def _grid(self) -> tuple[int, int] | None:
+        """(P, W) where the channels are P times the bands in order, each W wide; None for other maps.
+
+        That of rotary pairs ``(i, i + D / 2)`` has P = 2, that of neighbours P = 1.
+        """
+        runs, lengths = torch.unique_consecutive(self.channel_band, return_counts=True)
+        parts, rest = divmod(runs.numel(), self.num_bands)
+        if rest or lengths.unique().numel() > 1:
+            return None
+        in_order = torch.arange(self.num_bands).repeat(parts)
+        return (parts, int(lengths[0])) if torch.equal(runs.cpu(), in_order) else None
 
     @functools.cached_property
     def _members(self) -> Tensor:

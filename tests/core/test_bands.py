@@ -55,6 +55,59 @@ def test_a_bad_channel_spoils_its_own_band_only(bad):
     assert norms[1].item() == 2.0
 
 
+MAPS = {
+    "neox": band_map(RotarySpec(128)),
+    "interleaved": band_map(RotarySpec(128, interleaved=True)),
+    "uneven": band_map(RotarySpec(80)),
+    "part": band_map(RotarySpec(128, 64)),
+    "whole": group_map(24, 24),
+    "turned": BandMap(torch.tensor([1, 1, 0, 0]), 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MAPS)
+def test_norms_of_differences_are_rounded_up_and_no_more(name, dtype):
+    bands = MAPS[name]
+    gen = torch.Generator().manual_seed(len(name))
+    scale = torch.logspace(-4, 4, 60)[:, None, None]
+    x = (torch.randn(60, 3, bands.head_dim, generator=gen) * scale).to(dtype)
+    y = (x.float() * (1 + 1e-3 * torch.randn(x.shape, generator=gen))).to(torch.float32)
+    y[::5] = x[::5]
+    given = [t.clone() for t in (x, y)]
+    found, true = bands.difference_norms(x, y), bands.norms(x.double() - y.double())
+    assert bool((found >= true).all())
+    assert bool((found <= true * (1 + 2.0**-22)).all())
+    assert not found[::5].any()
+    assert all(torch.equal(a, b) for a, b in zip((x, y), given, strict=True))
+    for size in (1e-44, 3e37):  # as small and as large as floats go
+        tiny = torch.full((bands.head_dim,), size)
+        assert bool((bands.difference_norms(tiny, -tiny) >= bands.norms(2 * tiny.double())).all())
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_bad_difference_spoils_its_own_band_only(name, bad):
+    bands = MAPS[name]
+    x = torch.ones(2, bands.head_dim)
+    x[1, 0] = bad
+    norms = bands.difference_norms(x, torch.zeros_like(x))
+    spoilt = torch.zeros_like(norms, dtype=torch.bool)
+    spoilt[1, bands.channel_band[0]] = True
+    assert torch.equal(~norms.isfinite(), spoilt)
+
+
+def test_regular_maps_are_known_as_such():
+    assert {name: bands._grid for name, bands in MAPS.items()} == {
+        "neox": (2, 4),
+        "interleaved": (1, 8),
+        "uneven": None,
+        "part": None,
+        "whole": (1, 24),
+        "turned": None,
+    }
+
+
 def test_bad_maps_are_refused():
     with pytest.raises(InputError, match="every band"):
         BandMap(torch.tensor([0, 2]), 3)
