@@ -52,13 +52,20 @@ class PlainPool:
 class Served:
     """One layer served pass by pass by an engine that attends in float32 over its own pool."""
 
-    def __init__(self, kind: Callable[..., SimulatedCache], name: str, dtype: torch.dtype, **sections: Any) -> None:
+    def __init__(
+        self,
+        kind: Callable[..., SimulatedCache],
+        name: str,
+        dtype: torch.dtype,
+        pool: PlainPool | None = None,
+        **sections: Any,
+    ) -> None:
         self.gen = torch.Generator().manual_seed(3)
         meter = {"stride": 1, "audit_every": 1, "max_rows": 2, **sections.pop("meter", {})}
         policy = parse_policy({"version": 1, "quantizer": {"name": name}, "meter": meter, **sections})
         geometry = Geometry("test", HQ, (LAYER,), HQ, HKV, (0, 1), D, D, SLOTS, dtype, RotarySpec(D), "cpu")
         self.dtype = dtype
-        self.pool = PlainPool(dtype)
+        self.pool = PlainPool(dtype) if pool is None else pool
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("secrets.randbits", lambda _bits: 5)  # two runs with the same dither
             self.runtime = Runtime(

@@ -139,16 +139,37 @@ def test_a_cache_that_does_not_read_back_refuses() -> None:
 
 
 def test_refused_by_name() -> None:
-    cpu = {"device": "cpu", "attention_backend": "torch_native", "prefill_attention_backend": None}
+    cpu: dict[str, Any] = {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "kv_cache_dtype": "fp8_e4m3",
+    }
+    gpu = {"device": "cuda", "attention_backend": "flashinfer"}
     support.check_engine_cache("stored", SimpleNamespace(**cpu))
     support.check_engine_cache("chunk_exact", SimpleNamespace(**{**cpu, "attention_backend": "triton"}))
     for changes, reads, named in (
         ({}, "chunk_exact", "prefill_reads to 'stored'"),
         ({"prefill_attention_backend": "triton"}, "stored", "prefill_reads to 'chunk_exact'"),
-        ({"device": "cuda", "attention_backend": "fa3"}, "stored", "--attention-backend triton"),
+        ({**gpu, "attention_backend": "fa3"}, "chunk_exact", "fa3.*use --attention-backend flashinfer"),
+        ({**gpu, "decode_attention_backend": "triton"}, "chunk_exact", "triton.*use --attention-backend flashinfer"),
+        ({**gpu, "kv_cache_dtype": "fp4_e2m1"}, "chunk_exact", "fp4_e2m1.*use fp8_e4m3 or fp8_e5m2"),
+        (gpu, "stored", "prefill_reads to 'chunk_exact'"),
     ):
         with pytest.raises(UnsupportedError, match=named):
             support.check_engine_cache(reads, SimpleNamespace(**{**cpu, **changes}))
+    support.check_engine_cache("chunk_exact", SimpleNamespace(**{**cpu, **gpu}))
+    plain = {"use_paged": False, "enable_deterministic": False, "is_multimodal": False}
+    support.check_flashinfer_cache(SimpleNamespace(**plain), {0: (1.0, 1.0)})
+    for odd, scales, named in (
+        ({"use_paged": True}, {}, "SGLANG_FLASHINFER_USE_PAGED"),
+        ({"enable_deterministic": True}, {}, "deterministic"),
+        ({"is_multimodal": True}, {}, "multimodal"),
+        ({}, {0: (1.0, 1.0), 3: (0.5, 1.0)}, "with scales"),
+    ):
+        with pytest.raises(UnsupportedError, match=named):
+            support.check_flashinfer_cache(SimpleNamespace(**{**plain, **odd}), scales)
     pool = Engine("none").pool
     with pytest.raises(UnsupportedError, match="nothing is quantized"):
         support.check_engine_pool(pool, torch.float32)

@@ -34,10 +34,16 @@ class EngineCache(SimulatedCache):
         exact = Coded(call.exact_k, None), Coded(call.exact_v, None)
         self._account(call, *exact)
         if plan.rows and call.layer in self.metered_layers:
-            side, own = self.store[call.layer], call.own(plan.new_tokens)
-            read = gather(plan.requests, side, lambda flat: self.pool.read(call.layer, flat), own)
-            exact_k = self.store.exact_k.get(call.layer)
-            audited = None if exact_k is None else exact_k[read.slots]
-            seen, form = read.seen(plan.rows), self.policy.meter.form
-            measuring.observe(step, plan, call, seen, read.read, read.radii, audited, deltas, form)
+            self._measure_read(call, plan, step, deltas, out)
         return out
+
+    def _measure_read(
+        self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float], out: Tensor
+    ) -> None:
+        """Meter the planned rows over what their requests read, chunks that read themselves exactly included."""
+        side, own = self.store[call.layer], call.own(plan.new_tokens)
+        read = gather(plan.requests, side, lambda flat: self.pool.read(call.layer, flat), own)
+        exact_k = self.store.exact_k.get(call.layer)
+        audited = None if exact_k is None else exact_k[read.slots]
+        seen, form = read.seen(plan.rows), self.policy.meter.form
+        measuring.observe(step, plan, call, seen, read.read, read.radii, audited, deltas, form)

@@ -59,7 +59,8 @@ class Gathered:
 
     def seen(self, rows: Sequence[MeteredRow]) -> list[Tensor]:
         """The places [S] that each row sees."""
-        return [torch.arange(self.starts[r.request], self.starts[r.request] + r.position + 1) for r in rows]
+        places = torch.arange(self.starts[-1], device=self.slots.device)
+        return [places[self.starts[r.request] :][: r.position + 1] for r in rows]
 
 
 def gather(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.bands import band_map
-from witcert_core.kernels.certify import certify
+from witcert_core.kernels.certify import FP8, certify
 from witcert_core.kernels.common.backend import interpreting
 from witcert_core.kernels.common.pages import PageTable
 from witcert_core.meter import CellBatch, true_tv
@@ -38,9 +38,14 @@ class PagedPool(Pool, Protocol):
 
 def simulated_cache(policy: Policy, geometry: Geometry, pool: PagedPool, encoder: Encoder) -> SimulatedCache:
     """The simulated cache of this device: metered by `certify` where that can say all that the policy asks for."""
-    if (geometry.device != "cpu" or interpreting()) and not left_to_reference(policy, encoder):
+    if on_kernels(geometry) and not left_to_reference(policy, encoder):
         return KernelSimulated(policy, geometry, pool, encoder)
     return SimulatedCache(policy, geometry, pool, encoder)
+
+
+def on_kernels(geometry: Geometry) -> bool:
+    """Whether kernels run where the cache lies."""
+    return geometry.device != "cpu" or interpreting()
 
 
 def left_to_reference(policy: Policy, encoder: Encoder) -> str:
@@ -123,7 +128,7 @@ class KernelSimulated(SimulatedCache):
         if side.scales is not None:
             law = {"steps": side.scales[:, None], "delta_loc": spend_down(deltas, q.device)}
         found = certify(
-            q if q.dtype == k.dtype else q.float(),
+            q if q.dtype == k.dtype or k.dtype in FP8 else q.float(),
             (k[:, None], v[:, None]),
             witness,
             rows.table,

@@ -74,6 +74,10 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Signature(f"{_ATTENTION}.triton_backend.TritonAttnBackend.forward_extend", _FORWARD),
     Signature(f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend.forward_decode", _FORWARD),
     Signature(f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend.forward_extend", _FORWARD),
+    Members(
+        f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend",
+        ("use_paged", "enable_deterministic", "is_multimodal"),
+    ),
     Signature(f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend.forward_decode", _FORWARD, in_source=True),
     Signature(f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend.forward_extend", _FORWARD, in_source=True),
     Members(f"{_ATTENTION}.base_attn_backend.AttentionBackend", ("get_fused_kv_write_buffers",)),

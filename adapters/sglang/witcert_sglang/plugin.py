@@ -187,6 +187,8 @@ class Installation:
             ranks = attention_ranks()
             geometry = read_geometry(runner, backend, ranks.rank, ranks.size, own)
             scales = backend_scales(layers, runner.server_args.attention_backend) if own else {}
+            if own and geometry.device != "cpu":
+                support.check_flashinfer_cache(backend, scales)
             tables = None
             if self.quantizer.space == "pre_rope":
                 found = rotary_modules(runner.model, self.policy.quantizer.layers_of(geometry.layers))

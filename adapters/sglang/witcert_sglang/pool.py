@@ -58,7 +58,9 @@ class EnginePool(SlotPool):
         """Without scales of the layer; a pool with scales of its own is unpacked for these slots only."""
         pool = self.pool
         if not pool.is_quantized_kv_cache:
-            return pool.get_key_buffer(layer)[slots], pool.get_value_buffer(layer)[slots]
+            # As bytes: not every device gathers 8-bit floats.
+            k, v = (x.view(torch.uint8)[slots].view(x.dtype) for x in self.pages(layer))
+            return k, v
         if not pool.quant_method.needs_plain_kv_dequant_read():
             raise UnsupportedError(
                 f"the {pool.quant_method.name} pool is read by kernels only: what they read cannot be metered"

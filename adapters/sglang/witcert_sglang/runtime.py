@@ -14,8 +14,8 @@ from witcert_core.quantizers.base import Quantizer
 from witcert_core.report.prometheus import Metrics
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder, Tables
-from witcert_core.serving.engine_cache import EngineCache
 from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.kernel_engine import engine_cache
 from witcert_core.serving.kernel_graph import CapturedDecode
 from witcert_core.serving.kernel_packed import KernelPacked, packed_storage
 from witcert_core.serving.kernel_simulated import simulated_cache
@@ -56,7 +56,7 @@ class SglangRuntime(Runtime):
             if policy.quantizer.storage == "packed":
                 return packed_storage(policy, geometry, packed_layers(pool), encoder)
             if policy.meters_engine:
-                return EngineCache(policy, geometry, EnginePool(pool, geometry.pool_dtype, scales or {}), encoder)
+                return engine_cache(policy, geometry, EnginePool(pool, geometry.pool_dtype, scales or {}), encoder)
             return simulated_cache(policy, geometry, SlotPool(pool), encoder)
 
         super().__init__("sglang", policy, quantizer, geometry, make_cache, metrics, ranks, tables)

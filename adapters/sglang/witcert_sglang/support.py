@@ -7,6 +7,7 @@ in docs/limits.md.
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -152,19 +153,50 @@ def check_graphs(policy: Policy, args: Any) -> None:
 
 def check_engine_cache(prefill_reads: str, args: Any) -> None:
     """Raise UnsupportedError where the engine's own cache cannot be metered as its attention reads it."""
-    if args.device != "cpu":
-        raise UnsupportedError(
-            f"quantizer.name: engine on device {args.device!r}: kernels there round attention weights to the cache's "
-            "dtype, which no radius covers yet; name the cast in the policy instead (quantizer.name: fp8_e4m3_cast) "
-            "and start with --kv-cache-dtype auto --attention-backend triton"
-        )
     backend = args.prefill_attention_backend or args.attention_backend
-    needed = {"torch_native": "stored", "triton": "chunk_exact"}[backend]
+    if args.device != "cpu":
+        check_gpu_cache(args)
+    needed = {"torch_native": "stored", "triton": "chunk_exact", "flashinfer": "chunk_exact"}[backend]
     if prefill_reads != needed:
         raise UnsupportedError(
             f"quantizer.name: engine with attention backend {backend}, whose prompt chunks read "
             f"{'what they stored' if needed == 'stored' else 'their own exact keys'}: set prefill_reads to {needed!r}"
         )
+
+
+def check_gpu_cache(args: Any) -> None:
+    """Raise UnsupportedError but for the one backend whose weights stay in 16 bit over an fp8 cache."""
+    others = sorted(set(chosen_backends(args)) - {"flashinfer"})
+    if others:
+        raise UnsupportedError(
+            f"quantizer.name: engine on device {args.device!r} with attention backend {', '.join(others)}: its kernels "
+            "round attention weights to the cache's dtype, which no radius covers; use --attention-backend flashinfer, "
+            "or name the cast in the policy (quantizer.name: fp8_e4m3_cast) and use --kv-cache-dtype auto"
+        )
+    if args.kv_cache_dtype not in ("fp8_e4m3", "fp8_e5m2"):
+        raise UnsupportedError(
+            f"quantizer.name: engine on device {args.device!r} with --kv-cache-dtype {args.kv_cache_dtype}: what its "
+            "kernels read is not known; use fp8_e4m3 or fp8_e5m2"
+        )
+
+
+def check_flashinfer_cache(backend: Any, scales: Mapping[int, tuple[float, float]]) -> None:
+    """Raise UnsupportedError where FlashInfer's chunks read what they stored, or an fp8 cache has scales.
+
+    backend: SGLang's `FlashInferAttnBackend`. scales: those of the layers that have any.
+    """
+    for odd, what in (
+        (backend.use_paged, "SGLANG_FLASHINFER_USE_PAGED: chunks read what they stored; unset it"),
+        (backend.enable_deterministic, "deterministic inference: chunks read what they stored; leave it out"),
+        (backend.is_multimodal, "a multimodal model: chunks read what they stored; use another model"),
+        (
+            any(pair != (1.0, 1.0) for pair in scales.values()),
+            "an fp8 cache with scales: its witnesses are not in the units of the codes; leave --kv-cache-dtype's "
+            "scales out (they are 1 then), or use --kv-cache-dtype auto",
+        ),
+    ):
+        if odd:
+            raise UnsupportedError(f"quantizer.name: engine with attention backend flashinfer and {what}")
 
 
 def check_engine_pool(pool: Any, model_dtype: torch.dtype) -> None:
