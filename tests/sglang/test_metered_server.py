@@ -147,12 +147,22 @@ def test_prefix_hit_is_metered(fp8_twin: Metered) -> None:
     assert again["meta_info"]["witcert"]["rows_metered"] > again["meta_info"]["completion_tokens"] - 1
 
 
-@pytest.mark.parametrize("asked", [{}, {"return_logprob": True}, {"return_logprob": True, "token_ids_logprob": [5, 6]}])
-def test_a_request_without_output_is_accounted_for(fp8_twin: Metered, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("asked", "sampling"),
+    [
+        ({}, {}),
+        ({}, {"regex": "key[0-9]{2}"}),
+        ({"return_logprob": True}, {}),
+        ({"return_logprob": True, "token_ids_logprob": [5, 6]}, {}),
+    ],
+)
+def test_a_request_without_output_is_accounted_for(
+    fp8_twin: Metered, asked: dict[str, Any], sampling: dict[str, Any]
+) -> None:
     """Scoring reads the cached prefix and samples nothing; its rows must be measured or unknown, never absent."""
     prompt = samples_of_each_task(1, seed=78)[0].prompt
     fp8_twin.generate(prompt)
-    body = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 0}, **asked}
+    body = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 0, **sampling}, **asked}
     with fp8_twin.server.client() as client:
         reply = client.post("/generate", json=body).raise_for_status().json()["meta_info"]
     summary = reply["witcert"]

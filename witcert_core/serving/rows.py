@@ -105,6 +105,10 @@ class RowPlanner:
             self._requests.popitem(last=False)
         return rows
 
+    def knows(self, rid: str) -> bool:
+        """Whether some pass of this request was planned, and it was not forgotten since."""
+        return rid in self._requests
+
     def forget(self, rid: str) -> None:
         self._requests.pop(rid, None)
 

@@ -148,7 +148,6 @@ CONTRACT: tuple[Signature | Members, ...] = (
             "positions",
             "extend_seq_lens",
             "is_prefill_only",
-            "return_logprob",
         ),
     ),
     Members(
@@ -167,8 +166,9 @@ CONTRACT: tuple[Signature | Members, ...] = (
             "decode_cuda_graph_runner",
         ),
     ),
-    Members(f"{_SRT}.layers.logits_processor.LogitsProcessorOutput", ("auxiliary_device_output", "next_token_logits")),
+    Members(f"{_SRT}.layers.logits_processor.LogitsProcessorOutput", ("auxiliary_device_output",)),
     Signature(f"{_SRT}.managers.auxiliary_output.append_auxiliary_output", ("current", "output")),
+    Signature(f"{_SRT}.managers.auxiliary_output.CompositeDeviceAuxiliaryOutput", ("outputs",)),
     Signature(f"{_SRT}.managers.auxiliary_output.DeviceAuxiliaryOutput.copy_to_host", ("self", "copy_tensor")),
     Signature(f"{_SRT}.managers.auxiliary_output.HostAuxiliaryOutput.consume", ("self", "batch", "commits")),
     Signature(f"{_SRT}.managers.schedule_batch.FINISH_ABORT", ("message",)),

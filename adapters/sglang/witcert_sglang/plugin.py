@@ -220,7 +220,10 @@ class Installation:
         return self.runtime.around_forward(original, runner, forward_batch, *args, **kwargs)
 
     def after_sample(self, _result: Any, _runner: Any, logits_output: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Let the step's cells travel with its logits; sampling may run after the next pass has begun."""
+        """Let the step's cells travel with its logits, which what was hooked makes a clean slate.
+
+        Sampling may run after the next pass has begun.
+        """
         step = getattr(logits_output, "witcert_step", None)
         if step is not None:
             logits_output.witcert_step = None
@@ -238,8 +241,13 @@ class Installation:
         return streamer_class(self.live_runtime(), result)
 
     def after_abort_output(self, _result: Any, _scheduler: Any, _abort_req: Any, req: Any) -> None:
-        """Requests that end between passes (queued, preempted, between two chunks) never come by the output stream."""
-        report(self.live_runtime(), req)
+        """Requests that end between passes (preempted, between two chunks) never come by the output stream.
+
+        Of one that was turned away before its first pass there is nothing to tell.
+        """
+        runtime = self.live_runtime()
+        if runtime.planner.knows(req.rid):
+            report(runtime, req)
 
     def after_init_info(self, result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         runtime = self.live_runtime()

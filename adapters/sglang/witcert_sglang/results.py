@@ -47,9 +47,12 @@ class StepOutput:
 
 
 def send_along(logits_output: Any, step: StepOutput) -> None:
-    """Let a step travel with its logits to where its tokens are committed."""
+    """Let a step travel with its logits to where its tokens are committed, if it does not yet."""
     from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 
+    under_way = logits_output.auxiliary_device_output
+    if any(output is step for output in getattr(under_way, "outputs", [under_way])):
+        return
     logits_output.auxiliary_device_output = append_auxiliary_output(logits_output.auxiliary_device_output, step)
 
 

@@ -87,10 +87,9 @@ class SglangRuntime(Runtime):
         step = self.end_replay() if replays else self.end()
         if output.logits_output is not None and step is not None:
             travelling = StepOutput(self, step)
-            if samples_nothing(forward_batch, output.logits_output):
+            output.logits_output.witcert_step = travelling
+            if forward_batch.is_prefill_only:  # scoring mostly samples nothing, so nothing else would send it
                 send_along(output.logits_output, travelling)
-            else:
-                output.logits_output.witcert_step = travelling
         return output
 
     # Captured graphs --------------------------------------------------------------------------------------------
@@ -182,11 +181,6 @@ class SglangRuntime(Runtime):
         if capturing and self.graphs is not None and not self.in_pass:
             return self.graphs.captured.attend(call)
         return self.attend(call)
-
-
-def samples_nothing(batch: Any, logits_output: Any) -> bool:
-    """Whether neither `sample` nor `compute_logprobs_only`, which let go of what travelled so far, follows the pass."""
-    return batch.is_prefill_only and not (batch.return_logprob and logits_output.next_token_logits is not None)
 
 
 def requests_of(batch: Any, req_to_token: Tensor) -> list[RequestPass]:
