@@ -26,7 +26,7 @@ MAX_CELLS = 4096
 
 @dataclass(frozen=True)
 class CellBatch:
-    """Cells of ``R`` query rows and ``H`` query heads in one layer.
+    """Cells of ``R`` query rows and ``H`` query heads in one layer, on the host.
 
     Args:
         acc: ``[R, H, 16]`` float64 accumulators.
@@ -260,23 +260,24 @@ def bound_cells(layers: Sequence[Summed]) -> list[CellBatch]:
 
 
 def _bounded(layers: list[Summed]) -> list[CellBatch]:
-    """The cells of layers of one form and shape."""
-    terms = Terms(*(torch.stack([getattr(x.terms, f.name) for x in layers]) for f in fields(Terms)))
-    bounds = bounds_of(terms, layers[0].form, layers[0].has_sink)
+    """The cells of layers of one form and shape, on the host: bounds are many operations on few numbers."""
+    terms = [Terms(*(getattr(x.terms, f.name).cpu() for f in fields(Terms))) for x in layers]
+    together = Terms(*(torch.stack([getattr(x, f.name) for x in terms]) for f in fields(Terms)))
+    bounds = bounds_of(together, layers[0].form, layers[0].has_sink)
     return [
         CellBatch(
-            acc=layer.terms.acc,
+            acc=own.acc,
             meter=bounds.meter[i],
             form=bounds.form[i],
-            log_a=layer.terms.acc[..., AccField.LOG_A],
+            log_a=own.acc[..., AccField.LOG_A],
             out_bound=bounds.out[i],
-            out_norm=layer.terms.norm,
-            num_visible=layer.num_visible,
-            tv_audit=layer.tv_audit,
-            delta_loc=layer.delta_loc,
+            out_norm=own.norm,
+            num_visible=layer.num_visible.cpu(),
+            tv_audit=None if layer.tv_audit is None else layer.tv_audit.cpu(),
+            delta_loc=layer.delta_loc.cpu(),
             floor=bounds.floor[i],
         )
-        for i, layer in enumerate(layers)
+        for i, (layer, own) in enumerate(zip(layers, terms, strict=True))
     ]
 
 

@@ -124,7 +124,7 @@ class BlockRepairer:
         )
         truths = [head.truth for head in heads if head.truth is not None]
         if truths:
-            outcome.cells = replace(outcome.cells, tv_audit=torch.cat(truths, 1))
+            outcome.cells = replace(outcome.cells, tv_audit=torch.cat(truths, 1).cpu())
         if rows.delta_loc > 0:
             certain = [head.certain for head in heads if head.certain is not None]
             outcome.witness_cells = _merge(certain, rows, 0.0, self.form, has_sink)
@@ -141,7 +141,7 @@ class BlockRepairer:
             first = bounds.meter if first is None else first
             exact = group.side.is_exact(rows.slots)
             num_blocks = -(-rows.slots.numel() // self.block_size)
-            block_of = torch.arange(rows.slots.numel()) // self.block_size
+            block_of = torch.arange(rows.slots.numel(), device=rows.slots.device) // self.block_size
             left = None if self.max_pagein_bytes is None else self.max_pagein_bytes - self._moved[rows.request_id]
             state = GateState(
                 meter=bounds.meter,
@@ -219,10 +219,11 @@ class _HeadRows:
         self.k, self.v = (x[:, head : head + 1].clone() for x in (k, v))  # [S, 1, D] and [S, 1, Dv], as stored
         self.own = slice(head * self.group, (head + 1) * self.group)
         self.q = rows.q[:, self.own].reshape(num_rows * self.group, dim)
-        place = torch.arange(rows.slots.numel())
-        seen = place[None] <= rows.positions[:, None]
+        place = torch.arange(rows.slots.numel(), device=rows.slots.device)
+        positions = rows.positions.to(rows.slots.device)[:, None]
+        seen = place[None] <= positions
         if call.window_left >= 0:
-            seen &= place[None] >= rows.positions[:, None] - call.window_left
+            seen &= place[None] >= positions - call.window_left
         self.seen = seen.repeat_interleave(self.group, 0)
         self.sinks = None if call.sinks is None else call.sinks[self.own].repeat(num_rows)
 
@@ -254,7 +255,7 @@ class _HeadRows:
     def value_risk(self, weights: Tensor, norm: Tensor, block_of: Tensor, num_blocks: int) -> Tensor:
         """``sum p~ rho / ||o~||`` per block, [N]."""
         risk = weights * self.side.value_radius(self.rows.slots).squeeze(-1) / norm.clamp(min=1e-300)[:, None]
-        total = torch.zeros(num_blocks, dtype=torch.float64)
+        total = torch.zeros(num_blocks, dtype=torch.float64, device=risk.device)
         return total.index_add(0, block_of, risk.nan_to_num(nan=float("inf")).sum(0))
 
     def serve(self) -> Tensor:
@@ -272,7 +273,8 @@ class _HeadRows:
         """True TV [R, G], NaN in rows that are not audited; None without exact keys."""
         if self.call.exact_k is None or not bool(self.rows.audited.any()):
             return None
-        found = torch.full((len(self.rows.q), self.group), float("nan"), dtype=torch.float64)
+        shape = len(self.rows.q), self.group
+        found = torch.full(shape, float("nan"), dtype=torch.float64, device=self.q.device)
         exact = self.call.exact_k[self.rows.slots, self.head][:, None]
         for row in self.rows.audited.nonzero().flatten().tolist():
             seen = self.seen[row * self.group]
@@ -284,7 +286,8 @@ class _HeadRows:
 
 def _all_of(flags: Tensor, block_of: Tensor, num_blocks: int) -> Tensor:
     """bool [N]: whether every token of a block has its flag [S]."""
-    lacking = torch.zeros(num_blocks, dtype=torch.int64).index_add(0, block_of, (~flags).to(torch.int64))
+    lacking = torch.zeros(num_blocks, dtype=torch.int64, device=flags.device)
+    lacking = lacking.index_add(0, block_of, (~flags).to(torch.int64))
     return lacking == 0
 
 

@@ -70,7 +70,7 @@ class ShadowStore:
 
         Of more slots than there are rows only the last ones are kept.
         """
-        slots = slots.to(torch.int64)
+        slots = _on_host(slots)
         self._clock += 1
         self._release(slots)
         wanted = slots[-self.num_rows :]
@@ -84,18 +84,18 @@ class ShadowStore:
 
     def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Copy k [N, Hkv, D] and v [N, Hkv, Dv] of the claimed `slots` [N]; slots without a row are left out."""
-        rows = self._row_of[slots]
+        rows = self._row_of[_on_host(slots)]
         kept = rows != NO_ROW
         self._k[layer][rows[kept]] = k[kept].to(self._k[layer])
         self._v[layer][rows[kept]] = v[kept].to(self._v[layer])
 
     def has(self, slots: Tensor) -> Tensor:
-        """bool [N]: whether the exact copy of each slot is here."""
-        return self._row_of[slots] != NO_ROW
+        """bool [N], where `slots` are: whether the exact copy of each is here."""
+        return (self._row_of[_on_host(slots)] != NO_ROW).to(slots.device)
 
     def get(self, layer: int, slots: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
         """k [N, D] and v [N, Dv] of one KV head; InputError where a copy is gone (ask `has` first)."""
-        rows = self._row_of[slots]
+        rows = self._row_of[_on_host(slots)]
         if bool((rows == NO_ROW).any()):
             raise InputError(f"layer {layer}: the copy of slot {int(slots[rows == NO_ROW][0])} is gone")
         self._used[rows] = self._clock
@@ -103,11 +103,11 @@ class ShadowStore:
 
     def drop(self, slots: Tensor) -> None:
         """Forget the copies of `slots`: something else is in them now."""
-        self._release(slots.to(torch.int64))
+        self._release(_on_host(slots))
 
     def touch(self, slots: Tensor) -> None:
         """Count the copies of `slots` as used now: a request being served reads them."""
-        rows = self._row_of[slots]
+        rows = self._row_of[_on_host(slots)]
         self._used[rows[rows != NO_ROW]] = self._clock
 
     def _release(self, slots: Tensor) -> None:
@@ -116,3 +116,8 @@ class ShadowStore:
         self._slot_of[rows] = NO_ROW
         self._used[rows] = 0
         self._row_of[slots] = NO_ROW
+
+
+def _on_host(slots: Tensor) -> Tensor:
+    """The copies and their index lie there, wherever the pool does."""
+    return slots.to("cpu", torch.int64)

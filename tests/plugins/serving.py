@@ -26,16 +26,18 @@ SCALE = D**-0.5
 SPEC = RotarySpec(D)
 
 
-def rotary_table(mscale: float = 1.0, spec: RotarySpec = SPEC, positions: int = 512) -> RotaryTable:
+def rotary_table(
+    mscale: float = 1.0, spec: RotarySpec = SPEC, positions: int = 512, device: str = "cpu"
+) -> RotaryTable:
     angles = torch.arange(positions)[:, None] * spec.inv_freq()[None]
-    return RotaryTable(spec, (torch.cat([angles.cos(), angles.sin()], -1) * mscale).float())
+    return RotaryTable(spec, (torch.cat([angles.cos(), angles.sin()], -1) * mscale).float().to(device))
 
 
 class TensorPool:
     """`witcert_core.pool.Pool` over [LAYERS, SLOTS, HKV, D] tensors."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.k = torch.full((LAYERS, SLOTS, HKV, D), float("nan"), dtype=dtype)
+    def __init__(self, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.k = torch.full((LAYERS, SLOTS, HKV, D), float("nan"), dtype=dtype, device=device)
         self.v = self.k.clone()
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,18 +70,25 @@ class Served:
 
 
 class MiniEngine:
-    """A runtime with its cache, driven pass by pass; with `metered` every decode row is bounded and compared."""
+    """A runtime with its cache, driven pass by pass; with `metered` every decode row is bounded and compared.
+
+    device: where the pool lies and what attention is handed; only the CPU's can be compared. outputs: of the last pass,
+    a layer each [N, HQ, D]: 0, or what a gate computed again.
+    """
 
     def __init__(
         self, name: str, params: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32, **sections: Any
     ) -> None:
-        tables = sections.pop("tables", lambda _layer: rotary_table())
+        tables = sections.pop("tables", lambda _layer: rotary_table(device=self.device))
         self.metered = sections.pop("metered", False)
+        self.device = sections.pop("device", "cpu")
+        kind = sections.pop("kind", SimulatedCache)
+        self.outputs: list[Tensor] = []
         meter = {"stride": 1, "audit_every": 1, "max_rows": 2} if self.metered else {}
         quantizer = {"name": name, "params": params or {}}
         policy = parse_policy({"version": 1, "quantizer": quantizer, "meter": meter, **sections})
         self.dtype = dtype
-        self.pool = TensorPool(dtype)
+        self.pool = TensorPool(dtype, self.device)
         self.free = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(3))
         self.queries = torch.Generator().manual_seed(4)
         geometry = Geometry(
@@ -94,11 +103,11 @@ class MiniEngine:
             num_slots=SLOTS,
             pool_dtype=dtype,
             rotary=SPEC,
-            device="cpu",
+            device=self.device,
         )
 
         def make_cache(encoder: Encoder) -> SimulatedCache:
-            return SimulatedCache(policy, geometry, self.pool, encoder)
+            return kind(policy, geometry, self.pool, encoder)
 
         self.runtime = Runtime("test", policy, policy.build_quantizer(), geometry, make_cache, None, tables=tables)
         self.stored_reads = policy.prefill_reads == "stored"
@@ -113,26 +122,28 @@ class MiniEngine:
         passes, out_slots, places = [], [], []
         for request, count in new.items():
             first, request.length = request.length, request.length + count
-            passes.append(RequestPass(request.name, request.slots[: request.length], count))
+            passes.append(RequestPass(request.name, request.slots[: request.length].to(self.device), count))
             out_slots.append(request.slots[first : request.length])
             places.append(torch.arange(first, request.length))
-        slots, positions = torch.cat(out_slots), torch.cat(places)
+        slots, positions = torch.cat(out_slots).to(self.device), torch.cat(places).to(self.device)
         self.runtime.begin(passes, slots)
         decoding = [count == 1 < request.length for request, count in new.items()]
         counts = torch.tensor(list(new.values()))
-        stored = torch.tensor([self.stored_reads or d for d in decoding]).repeat_interleave(counts)
+        stored = torch.tensor([self.stored_reads or d for d in decoding]).repeat_interleave(counts).to(self.device)
         asked: list[Tensor] = []
+        self.outputs = []
         for layer in range(LAYERS):
             own = [torch.cat([r.exact[kind][layer, p] for r, p in zip(new, places, strict=True)]) for kind in "kv"]
-            q = (torch.randn(len(slots), HQ, D, generator=self.queries) * 2).to(self.dtype)
+            own = [x.to(self.device) for x in own]
+            q = (torch.randn(len(slots), HQ, D, generator=self.queries) * 2).to(self.device, self.dtype)
             asked.append(q)
 
             def run(k: Tensor | None, v: Tensor | None, layer: int = layer, own: list[Tensor] = own) -> Tensor:
                 self.pool.write(layer, slots, own[0] if k is None else k, own[1] if v is None else v)
-                return torch.zeros(len(slots), HQ, D)
+                return torch.zeros(len(slots), HQ, D, device=self.device)
 
             call = AttentionCall(layer, q, own[0], own[1], slots, positions, SCALE, run, stored)
-            self.runtime.attend(call)
+            self.outputs.append(self.runtime.attend(call))
         step = self.runtime.end()
         assert step is not None
         if self.metered:

@@ -311,10 +311,12 @@ def test_an_abort_on_several_ranks_is_refused() -> None:
         support.check_gate(True, "abort", SimpleNamespace(tp_size=2, device="cpu"))
 
 
-def test_repairs_on_a_gpu_are_refused() -> None:
-    support.check_gate(False, "serve", SimpleNamespace(tp_size=1, device="cuda"))
-    with pytest.raises(UnsupportedError, match="cuda"):
-        support.check_gate(True, "serve", SimpleNamespace(tp_size=1, device="cuda"))
+def test_repairs_of_packed_codes_on_a_gpu_are_refused() -> None:
+    gpu = SimpleNamespace(tp_size=1, device="cuda")
+    support.check_gate(False, "serve", gpu, packed=True)
+    support.check_gate(True, "serve", gpu)
+    with pytest.raises(UnsupportedError, match="packed on device 'cuda'"):
+        support.check_gate(True, "serve", gpu, packed=True)
 
 
 def test_packed_storage_beside_a_cache_dtype() -> None:

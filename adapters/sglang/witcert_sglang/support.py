@@ -214,12 +214,12 @@ def check_engine_pool(pool: Any, model_dtype: torch.dtype) -> None:
         )
 
 
-def check_gate(kind_repairs: bool, on_exhausted: str, args: Any) -> None:
-    """Raise UnsupportedError for repairs on a GPU, and for an abort that only one rank's scheduler would know of."""
-    if kind_repairs and args.device != "cpu":
+def check_gate(kind_repairs: bool, on_exhausted: str, args: Any, packed: bool = False) -> None:
+    """Raise UnsupportedError for repairs of packed codes on a GPU and for an abort that only one rank would know of."""
+    if kind_repairs and packed and args.device != "cpu":
         raise UnsupportedError(
-            f"a gate that repairs on device {args.device!r}: repairs have only been done on the CPU; "
-            "set gate.kind to 'observe'"
+            f"a gate that repairs with quantizer.storage: packed on device {args.device!r}: the kernels that serve "
+            "there are not wired to repaired pages; set quantizer.storage to 'simulated' or gate.kind to 'observe'"
         )
     if kind_repairs and on_exhausted == "abort" and args.tp_size > 1:
         raise UnsupportedError(

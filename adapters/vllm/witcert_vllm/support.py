@@ -100,11 +100,6 @@ def check_config(config: Any, policy: Policy) -> None:
         check_engine_cache(config.cache_config.cache_dtype, config.model_config.dtype, policy.prefill_reads, device)
     else:
         check_cache_dtype(config.cache_config.cache_dtype, config.model_config.dtype)
-    if policy.repairs and device != "cpu":
-        raise UnsupportedError(
-            f"a gate that repairs on device {device!r}: repairs have only been done on the CPU; "
-            "set gate.kind to 'observe'"
-        )
     if policy.quantizer.storage == "packed" and (device != "cpu" or config.cache_config.cache_dtype != "auto"):
         raise UnsupportedError(
             f"quantizer.storage: packed on device {device!r} with --kv-cache-dtype {config.cache_config.cache_dtype}: "

@@ -1,0 +1,129 @@
+"""Tensors that lie on the CPU and say they are on another device, so that code is held to one device's rules.
+
+On a CPU PyTorch refuses nothing: an index made on the host, a mask of another device pass there and fail on a GPU.
+Under `pretending()` a tensor made or copied with `device="meta"` is real and keeps its numbers, and an operation that
+mixes it with tensors of the host fails as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+DEVICE = torch.device("meta")
+_ATEN = torch.ops.aten
+CROSSES = {_ATEN._to_copy.default, _ATEN.copy_.default}
+"""Operations that move numbers between devices."""
+HOST_INDEX = {
+    _ATEN.index.Tensor: (0,),
+    _ATEN.index_put.default: (0, 2),
+    _ATEN.index_put_.default: (0, 2),
+    _ATEN._index_put_impl_.default: (0, 2),
+}
+"""Arguments that must share a device where the others are indices, which may be of the host."""
+
+
+class Pretended(torch.Tensor):
+    """`_held` on the CPU, behind a shape on DEVICE."""
+
+    _held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, real: torch.Tensor) -> Pretended:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            real.size(),
+            strides=real.stride(),
+            storage_offset=real.storage_offset(),
+            dtype=real.dtype,
+            device=DEVICE,
+        )
+        made._held = real
+        return made
+
+    def tolist(self) -> Any:
+        return self._held.tolist()
+
+    def __repr__(self) -> str:
+        return f"Pretended({self._held!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+
+class Operations(TorchDispatchMode):
+    """What PyTorch runs, factories included."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+
+class Literals(TorchFunctionMode):
+    """Tensors and indices of Python numbers, which PyTorch makes without an operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor) and torch.device(given.get("device") or "cpu") == DEVICE:
+            return func(*args, **{**given, "device": "cpu"}).to(DEVICE)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = (args[0], _as_tensors(args[1]), *args[2:])
+        return func(*args, **given)
+
+
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    flat: list[torch.Tensor] = []
+    tree_map(lambda x: flat.append(x) if isinstance(x, torch.Tensor) else None, (args, kwargs))
+    here = any(isinstance(x, Pretended) for x in flat)
+    device = kwargs.get("device")
+    if func not in CROSSES and here:
+        must = HOST_INDEX.get(func)
+        held = flat if must is None else [args[i] for i in must if i < len(args) and isinstance(args[i], torch.Tensor)]
+        stray = [x for x in held if not isinstance(x, Pretended) and x.dim() > 0]
+        if stray or (must is not None and not isinstance(args[0], Pretended)):
+            shapes = [tuple(x.shape) for x in stray]
+            raise RuntimeError(f"{func}: tensors of the host {shapes} beside tensors of the device")
+    if device is not None:
+        here = torch.device(device) == DEVICE
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    elif func is _ATEN.copy_.default:
+        here = isinstance(args[0], Pretended)
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    original: dict[int, torch.Tensor] = {}
+
+    def unwrap(x: Any) -> Any:
+        if isinstance(x, Pretended):
+            original[id(x._held)] = x
+            return x._held
+        return x
+
+    result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+
+    def wrap(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or isinstance(x, Pretended):
+            return x
+        if id(x) in original:
+            return original[id(x)]
+        return Pretended(x) if here else x
+
+    return tree_map(wrap, result)
+
+
+def _as_tensors(index: Any) -> Any:
+    """An index with its lists as tensors."""
+    if isinstance(index, tuple):
+        return tuple(_as_tensors(part) for part in index)
+    return torch.tensor(index) if isinstance(index, list) else index
+
+
+@contextmanager
+def pretending() -> Iterator[None]:
+    with torch.no_grad(), Operations(), Literals():
+        yield
