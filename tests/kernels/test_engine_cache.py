@@ -22,8 +22,8 @@ DECODE: Pass = [(1, True), (1, True)]
 class NarrowPool(PlainPool):
     """Keys and values in 8 bit; what attention makes of them is in the model's dtype."""
 
-    def __init__(self, narrow: torch.dtype, dtype: torch.dtype) -> None:
-        self.k, self.v = (torch.full((SLOTS, HKV, D), float("nan")).to(narrow) for _ in "kv")
+    def __init__(self, narrow: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.k, self.v = (torch.full((SLOTS, HKV, D), float("nan"), device=device).to(narrow) for _ in "kv")
         self.dtype = dtype
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:

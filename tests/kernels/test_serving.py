@@ -30,16 +30,18 @@ SCALE = D**-0.5
 class Served:
     """One layer of a model served pass by pass; every exact key and value is at hand."""
 
-    def __init__(self, kind: type[PackedStorage] | Callable[..., PackedStorage], name: str, **meter: Any) -> None:
+    def __init__(
+        self, kind: type[PackedStorage] | Callable[..., PackedStorage], name: str, device: str = "cpu", **meter: Any
+    ) -> None:
         self.gen = torch.Generator().manual_seed(3)
         settings = {"stride": 1, "audit_every": 1, "max_rows": 1, **meter}
         chosen = {"name": name, "storage": "packed"}
         policy = parse_policy({"version": 1, "quantizer": chosen, "meter": settings})
         quantizer = policy.build_quantizer()
-        geometry = Geometry("test", HQ, (LAYER,), HQ, HKV, (0, 1), D, D, SLOTS, torch.float32, RotarySpec(D), "cpu")
+        geometry = Geometry("test", HQ, (LAYER,), HQ, HKV, (0, 1), D, D, SLOTS, torch.float32, RotarySpec(D), device)
 
         def side(width: int, value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((SLOTS, HKV, width), value, dtype=dtype)
+            return torch.full((SLOTS, HKV, width), value, dtype=dtype, device=device)
 
         self.layer = PackedLayer(
             side(D, 77, torch.int8),
@@ -56,7 +58,7 @@ class Served:
         cache = self.runtime.cache
         assert isinstance(cache, PackedStorage)
         cache.cache.key = self.runtime.encoder.dither_key
-        self.requests = TwoRequests(SLOTS, self.gen)
+        self.requests = TwoRequests(SLOTS, self.gen, device)
         self.exact = {x: torch.zeros(2, 70, HKV, D) for x in "kv"}
 
     def step(
@@ -72,11 +74,12 @@ class Served:
             for x, part in (("k", k), ("v", v)):
                 self.exact[x][i, s.start : s.stop] = part[done : done + len(s)]
             done += len(s)
+        device = self.requests.device
         call = AttentionCall(
             layer=LAYER,
-            q=q,
-            exact_k=k,
-            exact_v=v,
+            q=q.to(device),
+            exact_k=k.to(device),
+            exact_v=v.to(device),
             sm_scale=SCALE,
             run=lambda *_: pytest.fail("the packed cache attends by itself"),
             **of_pass,

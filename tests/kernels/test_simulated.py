@@ -33,8 +33,8 @@ PASSES: list[Pass] = [
 class PlainPool:
     """One layer's keys and values by slot."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.k, self.v = (torch.full((SLOTS, HKV, D), float("nan"), dtype=dtype) for _ in "kv")
+    def __init__(self, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.k, self.v = (torch.full((SLOTS, HKV, D), float("nan"), dtype=dtype, device=device) for _ in "kv")
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.k, self.v
@@ -58,25 +58,27 @@ class Served:
         name: str,
         dtype: torch.dtype,
         pool: PlainPool | None = None,
+        device: str = "cpu",
         **sections: Any,
     ) -> None:
         self.gen = torch.Generator().manual_seed(3)
         meter = {"stride": 1, "audit_every": 1, "max_rows": 2, **sections.pop("meter", {})}
         policy = parse_policy({"version": 1, "quantizer": {"name": name}, "meter": meter, **sections})
-        geometry = Geometry("test", HQ, (LAYER,), HQ, HKV, (0, 1), D, D, SLOTS, dtype, RotarySpec(D), "cpu")
+        geometry = Geometry("test", HQ, (LAYER,), HQ, HKV, (0, 1), D, D, SLOTS, dtype, RotarySpec(D), device)
         self.dtype = dtype
-        self.pool = PlainPool(dtype) if pool is None else pool
+        self.pool = PlainPool(dtype, device) if pool is None else pool
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("secrets.randbits", lambda _bits: 5)  # two runs with the same dither
             self.runtime = Runtime(
                 "test", policy, policy.build_quantizer(), geometry, lambda e: kind(policy, geometry, self.pool, e), None
             )
-        self.requests = TwoRequests(SLOTS, self.gen)
+        self.requests = TwoRequests(SLOTS, self.gen, device)
 
     def step(self, new: Pass, **options: Any) -> tuple[StepCells, Tensor]:
         """One pass; its cells and outputs [N, HQ, D]."""
         total = sum(n for n, _ in new)
-        q, k, v = ((torch.randn(total, h, D, generator=self.gen) * 2).to(self.dtype) for h in (HQ, HKV, HKV))
+        drawn = [torch.randn(total, h, D, generator=self.gen) * 2 for h in (HQ, HKV, HKV)]
+        q, k, v = (x.to(self.requests.device, self.dtype) for x in drawn)
         spans, of_pass = self.requests.begin(self.runtime, new)
 
         def run(own_k: Tensor | None, own_v: Tensor | None) -> Tensor:

@@ -12,9 +12,10 @@ Pass = list[tuple[int, bool]]  # new tokens of each request, and whether they re
 
 
 class TwoRequests:
-    """slots [2, 70] among `num_slots`, 0 left out; lens: tokens of each so far."""
+    """slots [2, 70] among `num_slots`, 0 left out; lens: tokens of each so far. Passes are on `device`."""
 
-    def __init__(self, num_slots: int, gen: torch.Generator) -> None:
+    def __init__(self, num_slots: int, gen: torch.Generator, device: str = "cpu") -> None:
+        self.device = device
         self.slots = torch.randperm(num_slots - 1, generator=gen)[:140].view(2, 70) + 1
         self.lens = [0, 0]
 
@@ -23,11 +24,11 @@ class TwoRequests:
         counts = [n for n, _ in new]
         spans = [range(a, a + n) for a, n in zip(self.lens, counts, strict=True)]
         self.lens = [a + n for a, n in zip(self.lens, counts, strict=True)]
-        out_slots = torch.cat([self.slots[i, list(s)] for i, s in enumerate(spans)])
-        requests = [RequestPass("ab"[i], self.slots[i, : self.lens[i]], counts[i]) for i in range(2)]
+        out_slots = torch.cat([self.slots[i, list(s)] for i, s in enumerate(spans)]).to(self.device)
+        requests = [RequestPass("ab"[i], self.slots[i, : self.lens[i]].to(self.device), counts[i]) for i in range(2)]
         runtime.begin(requests, out_slots)
         return spans, {
             "slots": out_slots,
-            "positions": torch.cat([torch.arange(s.start, s.stop) for s in spans]),
-            "reads_stored": torch.cat([torch.full((n,), stored) for n, stored in new]),
+            "positions": torch.cat([torch.arange(s.start, s.stop) for s in spans]).to(self.device),
+            "reads_stored": torch.cat([torch.full((n,), stored) for n, stored in new]).to(self.device),
         }
