@@ -20,7 +20,7 @@ from witcert_core import CellEvent, RequestLedger, render_sentence, render_table
 from witcert_core.bounds import FORM_NAMES
 from witcert_core.errors import ReportError
 from witcert_core.gates import CellStatus
-from witcert_core.report.jsonl import JsonlWriter
+from witcert_core.report.jsonl import JsonlWriter, check_writable
 from witcert_core.report.schema import load_schema
 from witcert_core.report.text import number_up, percent_down
 
@@ -334,6 +334,19 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     writer.write({"b": 2})
     first, _, last = writer.path.read_text().splitlines()
     assert (json.loads(first), json.loads(last), writer.dropped) == ({"a": 1}, {"b": 2}, 1)
+
+
+def test_a_check_leaves_no_file_of_its_own(tmp_path: Path) -> None:
+    check_writable(str(tmp_path / "of-{pid}.jsonl"))
+    assert list(tmp_path.iterdir()) == []
+    kept = tmp_path / f"of-{os.getpid()}.jsonl"
+    kept.write_text("{}\n")
+    check_writable(str(tmp_path / "of-{pid}.jsonl"))
+    check_writable(str(tmp_path / "shared.jsonl"))
+    assert kept.read_text() == "{}\n"
+    assert (tmp_path / "shared.jsonl").exists()  # another process may have opened it since
+    with pytest.raises(ReportError, match="such"):
+        check_writable(str(tmp_path / "no" / "such.jsonl"))
 
 
 def test_jsonl_path_is_checked_at_start(tmp_path: Path) -> None:

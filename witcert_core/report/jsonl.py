@@ -57,3 +57,14 @@ class JsonlWriter:
                 "report.jsonl: a record for %s was lost (%s); later losses are only counted", self.path, why
             )
         self.dropped += 1
+
+
+def check_writable(path: str) -> None:
+    """ReportError if records could not be appended to `path`. Asked by processes that will write none.
+
+    A file named after this process is taken away again, or it would lie there empty.
+    """
+    writer = JsonlWriter(path)
+    writer.close()
+    if writer.path != Path(path) and writer.path.stat().st_size == 0:
+        writer.path.unlink()

@@ -14,7 +14,7 @@ from witcert_core.errors import WitCertError
 from witcert_core.policy import Policy, load_policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.conformance import check_quantizer
-from witcert_core.report.jsonl import JsonlWriter
+from witcert_core.report.jsonl import check_writable
 from witcert_core.report.prometheus import Metrics
 from witcert_core.serving.banner import banner
 from witcert_core.serving.rotary import rotary_tables
@@ -117,7 +117,7 @@ class Installation:
         refuse_on_error(self.policy.quantizer.layers_of, layers)
         refuse_on_error(self.policy.meter.layers_of, layers)
         if self.policy.report.jsonl:
-            refuse_on_error(lambda path: JsonlWriter(path).close(), self.policy.report.jsonl)
+            refuse_on_error(check_writable, self.policy.report.jsonl)
         refuse_on_error(support.check_port, args.host, args.port)
 
     def checked_options(self, server_args: Any) -> Any:

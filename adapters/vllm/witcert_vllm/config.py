@@ -9,7 +9,7 @@ from vllm.config.kv_transfer import KVTransferConfig
 
 from witcert_core.errors import WitCertError
 from witcert_core.quantizers.conformance import check_quantizer
-from witcert_core.report.jsonl import JsonlWriter
+from witcert_core.report.jsonl import check_writable
 from witcert_vllm import backends, support
 from witcert_vllm.plugin import Installation, current
 
@@ -40,7 +40,7 @@ def _create(installation: Installation, original: Callable[..., Any], args: Any,
     policy.quantizer.layers_of(layers)
     policy.meter.layers_of(layers)
     if policy.report.jsonl:
-        JsonlWriter(policy.report.jsonl).close()
+        check_writable(policy.report.jsonl)
     parallel, scheduler = config.parallel_config, config.scheduler_config
     parallel.worker_cls = support.WORKERS[parallel.worker_cls]
     kind = "MeteredAsyncScheduler" if scheduler.async_scheduling else "MeteredScheduler"
