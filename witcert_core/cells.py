@@ -150,12 +150,14 @@ def in_rows(parts: Sequence[Terms], rows: Sequence[int], heads: int, device: tor
     if not parts:
         empty = torch.zeros(0, heads, dtype=torch.float64, device=device)
         return Terms(torch.zeros(0, heads, NUM_ACC_FIELDS, dtype=torch.float64, device=device), *[empty] * 6)
-    place = torch.tensor(rows, device=device).argsort()
+    in_order = list(rows) == sorted(rows)
+    place = None if in_order else torch.tensor(rows, device=device).argsort()
 
     def column(name: str) -> Tensor:
         found = [getattr(part, name) for part in parts]
         flat = found[0] if len(found) == 1 else torch.cat(found)
-        return flat.reshape(len(rows), heads, *flat.shape[1:]).index_select(0, place)
+        by_row = flat.reshape(len(rows), heads, *flat.shape[1:])
+        return by_row if place is None else by_row.index_select(0, place)
 
     return Terms(*(column(f.name) for f in fields(Terms)))
 

@@ -209,7 +209,7 @@ def measure_rows(
             logits, omega = logits.masked_fill(unseen, float("-inf")), omega.masked_fill(unseen, 0.0)
             if stored is not None:
                 stored = replace(stored, logits=stored.logits.masked_fill(unseen, float("-inf")))
-        lost = [0.0 if fused else weight_underflow(count, k.dtype, q.dtype) for count in batch.lengths]
+        lost = [0.0 if fused else weight_underflow(n, k.dtype, q.dtype) for n in batch.lengths for _ in range(heads)]
         parts.append(
             sum_terms(
                 logits,
@@ -220,7 +220,7 @@ def measure_rows(
                 sinks=None if sinks is None else sinks.repeat(len(batch.rows)),
                 form=form,
                 fused=fused,
-                underflow=torch.tensor(lost, dtype=torch.float64, device=q.device).repeat_interleave(heads),
+                underflow=torch.tensor(lost, dtype=torch.float64, device=q.device) if any(lost) else 0.0,
                 stored=stored,
             )
         )

@@ -52,12 +52,12 @@ class Write:
         return [piece(first) for first in range(0, tokens, size)]
 
     @property
-    def kind(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Writes of one kind can be joined."""
+    def kind(self) -> list[torch.dtype]:
+        """Writes of one kind can be joined: a layer's tokens have one shape."""
         parts = [self.exact_k, self.exact_v, self.stored_k, self.stored_v]
         for codes in (self.encoded_k, self.encoded_v):
             parts += [] if codes is None else [codes.codes, codes.scales, codes.values]
-        return [(part.shape[1:], part.dtype) for part in parts]
+        return [part.dtype for part in parts]
 
 
 class Waiting:
@@ -82,7 +82,8 @@ class Waiting:
         if len(writes) < 2:
             return writes
         slots = torch.cat([write.slots for write in writes])
-        if any(write.kind != writes[0].kind for write in writes) or torch.unique(slots).numel() < slots.numel():
+        kind = writes[0].kind
+        if any(write.kind != kind for write in writes) or torch.unique(slots).numel() < slots.numel():
             return writes
         return [_mapped(writes, torch.cat)]
 

@@ -44,7 +44,7 @@ def fake_quantize_both(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [N, H, D] float32 of a quantizer that treats both alike, in one call."""
     both = torch.cat((k, v))  # a copy, as in `fake_quantize`
-    values = quantizer.fake_quantize(both, kind="k", layer=layer, positions=positions.repeat(2), ctx=ctx)
+    values = quantizer.fake_quantize(both, kind="k", layer=layer, positions=torch.cat((positions, positions)), ctx=ctx)
     values = _checked(quantizer, values, both, "k", layer)
     return values[: len(k)], values[len(k) :]
 

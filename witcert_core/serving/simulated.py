@@ -128,7 +128,7 @@ class SimulatedCache:
                 read_k, read_v = torch.where(first, read_k, call.exact_k), torch.where(first, read_v, call.exact_v)
             out = call.run(read_k, read_v)
             self._account(*early)
-        if late is not None:
+        if late is not None and plan.rows:
             own = late[0]
             self.store.mark_exact(call.layer, own.slots)
             self.store.keep(call.layer, own.slots, own.exact_k, own.exact_v)
