@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from witcert_core.bounds import FORM_NAMES
 from witcert_core.cells import Stored, Terms, bounds_of, in_rows, kernel_radius, sum_terms, weight_underflow
 from witcert_core.errors import InputError
 from witcert_core.layout import AccField
-from witcert_core.side_by_side import side_by_side
+from witcert_core.side_by_side import SideBySide, side_by_side
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
 
 MAX_CELLS = 4096
@@ -84,6 +84,18 @@ class Radii(Protocol):
         """Estimates of ``k~ - k`` ``[S, Hkv, D]`` and ``v~ - v`` ``[S, Hkv, Dv]``, or None.
 
         With them the radii are around the corrected cache, not around the stored one.
+        """
+        ...
+
+
+@runtime_checkable
+class JointRadii(Protocol):
+    """Radii that can be had of several rows at once."""
+
+    def joint_key_radius(self, q: Tensor, slots: Tensor, sm_scale: float) -> Tensor | None:
+        """As `Radii.key_radius`, none spent: float64 ``[R * H, S]`` for ``q [R * H, D]`` and ``slots [S, R]``.
+
+        None where they can only be had row by row.
         """
         ...
 
@@ -196,11 +208,7 @@ def measure_rows(
         residuals = radii.residuals(flat)
         if residuals is not None:
             residuals = batch.heads(residuals[0]), batch.heads(residuals[1])
-        # Row by row: under the dither law a radius depends on how many tokens its own row sees.
-        c = batch.stacked([
-            radii.key_radius(row, seen[r], scale, float(delta_loc[r])).to(torch.float64)
-            for r, row in zip(batch.rows, rows, strict=True)
-        ])
+        c = key_radii(radii, rows, batch, scale, [float(delta_loc[r]) for r in batch.rows])
         rows = rows.flatten(0, 1)
         logits, centre, stored = centred(rows, k, v.to(torch.float64), residuals, sm_scale, logits_soft_cap)
         omega = kernel_radius(rows, k, scale, logits_soft_cap, min(k.element_size(), q.element_size()) <= 2)
@@ -239,6 +247,19 @@ def measure_rows(
         tv_audit=truth,
         delta_loc=torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=q.device),
     )
+
+
+def key_radii(radii: Radii, q: Tensor, batch: SideBySide, sm_scale: float, delta_loc: list[float]) -> Tensor:
+    """Float64 ``[R * H, S]`` for ``q [R, H, D]`` of the rows side by side, 0 where a row sees nothing."""
+    if len(batch.rows) > 1 and not any(delta_loc) and isinstance(radii, JointRadii):
+        joint = radii.joint_key_radius(q.flatten(0, 1), batch.slots, sm_scale)
+        if joint is not None:
+            unseen = batch.unseen(q.shape[1])
+            return joint if unseen is None else joint.masked_fill(unseen, 0.0)
+    # Row by row: under the dither law a radius depends on how many tokens its own row sees.
+    slots = [batch.slots[:count, i] for i, count in enumerate(batch.lengths)]
+    each = zip(q, slots, delta_loc, strict=True)
+    return batch.stacked([radii.key_radius(row, own, sm_scale, d).to(torch.float64) for row, own, d in each])
 
 
 def cell_batch(

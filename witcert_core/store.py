@@ -85,6 +85,12 @@ class LayerSlots:
             total = total + part
         return total
 
+    def joint_key_radius(self, q: Tensor, slots: Tensor, sm_scale: float) -> Tensor | None:
+        """Part of `meter.JointRadii`: the witnesses of R rows side by side."""
+        if self.witness is None or self.scales is not None:
+            return None
+        return radius_witness(q, self.witness[slots].flatten(1, 2), self.bands, sm_scale)
+
     def value_radius(self, slots: Tensor) -> Tensor:
         """rho [S, Hkv] float64 >= ||stored v - exact v||, or of what the sketch misses of it."""
         return decode_norm(self.value_witness[slots])

@@ -58,6 +58,16 @@ class Store:
         return None
 
 
+class Joint(Store):
+    """The same, of several rows at once."""
+
+    asked = 0
+
+    def joint_key_radius(self, q, slots, sm_scale):
+        self.asked += 1
+        return radii.radius_witness(q, self.codes[slots].flatten(1, 2), self.bands, sm_scale)
+
+
 def run(store, lengths=(150, 64, 7, 1), heads=4, seed=1, **options):
     gen = torch.Generator().manual_seed(seed)
     rows = len(lengths)
@@ -246,6 +256,19 @@ def test_a_row_beside_others_says_what_it_says_alone(tier, form, fused, options)
             torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-14, equal_nan=True)
         spoilt += int(alone.meter[0, 0] == 1.0)
     assert 0 < spoilt < len(lengths)
+
+
+def test_joint_radii_are_those_of_each_row():
+    lengths, certain = (40, 33, 36, 40, 40), [0.0] * 5
+    joint = Joint("witness")
+    cells, plain = (run(store, lengths, delta_loc=certain)[3] for store in (joint, Store("witness")))
+    assert joint.asked == 1
+    for field in dataclasses.fields(plain):
+        mine, its = getattr(cells, field.name), getattr(plain, field.name)
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-15, equal_nan=True)
+    run(joint, lengths)  # a failure probability is spent row by row
+    run(joint, lengths=(40,), delta_loc=[0.0])
+    assert joint.asked == 1
 
 
 def test_rows_of_unlike_length_or_many_tokens_do_not_go_together():

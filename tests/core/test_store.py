@@ -93,6 +93,20 @@ def test_radii_cover_the_true_errors(name: str, head_dim: int, dtype: torch.dtyp
         assert not certain.any()
 
 
+@pytest.mark.parametrize("name", ["int4_token_group", "int8_dither", "int8_dither_w"])
+def test_radii_of_rows_side_by_side(name: str) -> None:
+    side, slots, _ = written(name, 64, torch.bfloat16)
+    rows = torch.stack([slots[:9], slots[4:13], slots[1:10]], 1)
+    q = torch.randn(3, G * HKV, 64, dtype=torch.float64)
+    joint = side[LAYER].joint_key_radius(q.flatten(0, 1), rows, SCALE)
+    if name != "int4_token_group":
+        assert joint is None
+        return
+    alone = [side[LAYER].key_radius(q[r], rows[:, r], SCALE, 0.0) for r in range(3)]
+    assert joint is not None
+    torch.testing.assert_close(joint, torch.cat(alone), rtol=1e-12, atol=0)
+
+
 def test_a_stored_witness_tightens_the_deterministic_radius() -> None:
     q = torch.randn(G * HKV, 64, dtype=torch.float64)
     plain, slots, _ = written("int8_dither", 64, torch.float32)
