@@ -16,8 +16,10 @@ from witcert_core.quantizers import REGISTRY
 
 TASKS = ("single_needle", "multi_key", "variable_tracking")
 EXACT = "none"
-# The engine's own cache is quantized by a flag, not by a policy; outliers in 16 bit need a 16-bit model.
-LEFT_OUT = (EXACT, "engine", "int8_dither_bypass")
+LEFT_OUT = (EXACT, "engine")
+"""The engine's own cache is quantized by a flag, not by a policy."""
+SIXTEEN_BIT = ("int8_dither_bypass",)
+"""Outliers in 16 bit need a 16-bit model (compared with an exact cache of it) and a packed cache beside them."""
 
 AskAll = Callable[[str, dict[str, Any], Sequence[Sample]], list[Asked]]
 """(name of the run, policy without its version, questions) -> an engine's answers, in order."""
@@ -42,14 +44,31 @@ def total(answers: Sequence[Asked], *keys: str) -> int:
     return found
 
 
-def on_the_twin(ask_all: AskAll, asked: Sequence[Sample]) -> list[dict[str, Any]]:
-    """A row a built-in quantizer: accuracy raw and gated, paired differences to exact, blocks and bytes moved."""
-    exact = rights(ask_all(EXACT, {"quantizer": {"name": EXACT}}, asked))
-    rows = [{"quantizer": "none (exact)", "raw": mean_interval(exact).as_dict()}]
-    for name in REGISTRY.from_package("witcert_core"):
-        if name in LEFT_OUT:
-            continue
-        quantizer, meter = {"name": name}, {"audit_every": 4}
+def on_the_twin(ask_all: AskAll, ask_all_16: AskAll, asked: Sequence[Sample]) -> list[dict[str, Any]]:
+    """A row a built-in quantizer: accuracy raw and gated, paired differences to exact, blocks and bytes moved.
+
+    ask_all_16: of the model in bfloat16.
+    """
+    wide = [name for name in REGISTRY.from_package("witcert_core") if name not in (*LEFT_OUT, *SIXTEEN_BIT)]
+    return [
+        *compared(ask_all, wide, asked, "none (exact)"),
+        *compared(ask_all_16, SIXTEEN_BIT, asked, "none (exact, bfloat16)", "-bfloat16", storage="packed"),
+    ]
+
+
+def compared(
+    ask_all: AskAll,
+    names: Sequence[str],
+    asked: Sequence[Sample],
+    label: str,
+    suffix: str = "",
+    storage: str = "simulated",
+) -> list[dict[str, Any]]:
+    """The row of an exact cache, called `label`, and those of quantizers; suffix: of the exact run's name."""
+    exact = rights(ask_all(EXACT + suffix, {"quantizer": {"name": EXACT}}, asked))
+    rows = [{"quantizer": label, "raw": mean_interval(exact).as_dict()}]
+    for name in names:
+        quantizer, meter = {"name": name, "storage": storage}, {"audit_every": 4}
         observed = ask_all(f"{name}-raw", {"quantizer": quantizer, "meter": {**meter, "stride": 1}}, asked)
         gated = ask_all(f"{name}-gated", {"quantizer": quantizer, "meter": meter, "gate": {"kind": "combined"}}, asked)
         rows.append(

@@ -42,15 +42,15 @@ def sections(work: Path, per_task: int, num_tokens: int) -> Sections:
     models = Models(work)
     asked = accuracy.samples(per_task, num_tokens)
 
-    def ask_all(model: Path) -> accuracy.AskAll:
-        return functools.partial(answers.ask_all, model, work)
+    def ask_all(model: Path, dtype: str = "float32") -> accuracy.AskAll:
+        return functools.partial(answers.ask_all, model, work, dtype)
 
     return {
         "capacity": lambda: capacity.measure(models.wide, work),
         "speed": lambda: speed.measure(models.wide, work, rounds=5),
         "gates": lambda: gates_offline.measure(models.twin, accuracy.samples(max(1, per_task // 2), num_tokens)),
         "original": lambda: accuracy.on_the_original(ask_all(models.original), asked),
-        "twin": lambda: accuracy.on_the_twin(ask_all(models.twin), asked),
+        "twin": lambda: accuracy.on_the_twin(ask_all(models.twin), ask_all(models.twin, "bfloat16"), asked),
     }
 
 

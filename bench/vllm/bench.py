@@ -50,9 +50,9 @@ def sections(work: Path, per_task: int, num_tokens: int) -> Sections:
     models = Models(work)
     asked = accuracy.samples(per_task, num_tokens)
 
-    def ask_all(model: Path) -> accuracy.AskAll:
+    def ask_all(model: Path, dtype: str = "float32") -> accuracy.AskAll:
         def ask(name: str, policy: dict[str, Any], asked: Sequence[Sample]) -> list[Asked]:
-            with running_engine(model, work, name, policy, **OPTIONS) as engine:
+            with running_engine(model, work, name, policy, **{**OPTIONS, "dtype": dtype}) as engine:
                 return engine.ask(asked)
 
         return ask
@@ -61,7 +61,7 @@ def sections(work: Path, per_task: int, num_tokens: int) -> Sections:
         "capacity": lambda: capacity.measure(models.wide, work),
         "speed": lambda: speed.measure(models.wide, work, rounds=5),
         "original": lambda: accuracy.on_the_original(ask_all(models.original), asked),
-        "twin": lambda: accuracy.on_the_twin(ask_all(models.twin), asked),
+        "twin": lambda: accuracy.on_the_twin(ask_all(models.twin), ask_all(models.twin, "bfloat16"), asked),
         "caches": lambda: caches.measure(models.original, work, accuracy.samples(max(1, per_task // 2), num_tokens)),
     }
 
