@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from witcert_vllm import contract
-from witcert_vllm.doctor import examine
+from witcert_vllm.doctor import examine, of_model
 
 from witcert_core.policy import parse_policy
 
@@ -40,3 +40,16 @@ def test_the_doctor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "WITCERT_POLICY is not set" in said["switch"]
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert [f.subject for f in examine(None, POLICY) if f.level == "refused"] == ["plugin"]
+
+
+def test_the_doctor_names_what_is_no_model_and_more_outliers_than_a_head_has(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (finding,) = of_model(str(tmp_path), POLICY)
+    assert (finding.level, finding.subject) == ("refused", "model")
+    assert str(tmp_path) in finding.text
+    assert "\n" not in finding.text
+    assert "input_value" not in finding.text
+    quantizer = {"name": "int8_dither_bypass", "storage": "packed", "params": {"pairs": 999}}
+    *_, last = of_model(str(checkpoint), parse_policy({"version": 1, "quantizer": quantizer}))
+    assert last.level == "refused"
+    assert last.subject == "outliers"

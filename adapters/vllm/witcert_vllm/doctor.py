@@ -86,8 +86,17 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
     from witcert_core.quantizers.conformance import check_quantizer
     from witcert_vllm import support
 
-    config = EngineArgs(model=path).create_model_config()
+    try:
+        config = EngineArgs(model=path).create_model_config()
+    except (OSError, ValueError) as error:  # what Transformers, or pydantic around it, says of what is no model
+        said = " ".join(str(error).split()).partition(" [type=")[0]
+        yield Finding("refused", "model", f"{path} cannot be read: {said}")
+        return
     yield checked("model", support.check_model, config, current_platform.device_type)
+    bypass = checked("outliers", support.check_bypass, policy.build_quantizer(), config)
+    if bypass.level == "refused":
+        yield bypass
+        return
     yield checked("head size", check_quantizer, policy.build_quantizer(), config.get_head_size())
     layers = range(config.get_total_num_hidden_layers())
     for key, chosen in (("quantizer.layers", policy.quantizer.layers_of), ("meter.layers", policy.meter.layers_of)):
