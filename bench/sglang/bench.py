@@ -47,7 +47,7 @@ def sections(work: Path, per_task: int, num_tokens: int) -> Sections:
 
     return {
         "capacity": lambda: capacity.measure(models.wide, work),
-        "speed": lambda: speed.measure(models.wide, work, rounds=5),
+        "speed": lambda: speed.measure(models.wide, work, rounds=9),
         "gates": lambda: gates_offline.measure(models.twin, accuracy.samples(max(1, per_task // 2), num_tokens)),
         "original": lambda: accuracy.on_the_original(ask_all(models.original), asked),
         "twin": lambda: accuracy.on_the_twin(ask_all(models.twin), ask_all(models.twin, "bfloat16"), asked),

@@ -59,7 +59,7 @@ def sections(work: Path, per_task: int, num_tokens: int) -> Sections:
 
     return {
         "capacity": lambda: capacity.measure(models.wide, work),
-        "speed": lambda: speed.measure(models.wide, work, rounds=5),
+        "speed": lambda: speed.measure(models.wide, work, rounds=9),
         "original": lambda: accuracy.on_the_original(ask_all(models.original), asked),
         "twin": lambda: accuracy.on_the_twin(ask_all(models.twin), ask_all(models.twin, "bfloat16"), asked),
         "caches": lambda: caches.measure(models.original, work, accuracy.samples(max(1, per_task // 2), num_tokens)),
