@@ -65,7 +65,7 @@ def accumulate(
     if v is not None and rho is not None:
         return attention_sums(logits, c, v, rho, sink_logits)[0]
     log_p, radius = _log_weights(logits, c, sink_logits)
-    return accumulate_weights(log_p.exp(), radius, log_p=log_p)
+    return _weight_fields(log_p, radius, None)
 
 
 def attention_sums(
@@ -75,7 +75,7 @@ def attention_sums(
     log_p, radius = _log_weights(logits, c, sink_logits)
     p = log_p.exp()
     outputs, out = _output_fields(p, v, rho, has_sink=sink_logits is not None)
-    return _weight_fields(p, radius, log_p, outputs), p, out
+    return _weight_fields(log_p, radius, outputs), p, out
 
 
 def _log_weights(logits: Tensor, c: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -91,26 +91,22 @@ def _log_weights(logits: Tensor, c: Tensor, sink_logits: Tensor | None) -> tuple
     return torch.log_softmax(z, dim=-1), radius
 
 
-def accumulate_weights(p: Tensor, c: Tensor, log_p: Tensor | None = None) -> Tensor:
+def accumulate_weights(p: Tensor, c: Tensor) -> Tensor:
     """The fields that depend on weights and radii alone; the output fields are infinite.
 
     Args:
         p: ``[..., S]`` compressed weights, summing to 1 along the last axis.
         c: ``[..., S]`` radii.
-        log_p: ``[..., S]`` their logarithms, if known more exactly.
 
     Returns:
         float64 ``[..., 16]``, rounded outward.
     """
-    return _weight_fields(p.to(torch.float64), c.to(torch.float64), log_p, None)
+    return _weight_fields(p.to(torch.float64).log(), c.to(torch.float64), None)
 
 
-def _weight_fields(
-    weight: Tensor, radius: Tensor, log_p: Tensor | None, outputs: dict[AccField, Tensor] | None
-) -> Tensor:
-    """``[..., 16]``; without `outputs` those fields are infinite."""
-    log_weight = weight.log() if log_p is None else log_p.to(torch.float64)
-    log_weight = log_weight.clamp(min=math.log(LEAST_WEIGHT))
+def _weight_fields(log_p: Tensor, radius: Tensor, outputs: dict[AccField, Tensor] | None) -> Tensor:
+    """``[..., 16]`` of the logarithms of the weights; without `outputs` those fields are infinite."""
+    log_weight = log_p.clamp(min=math.log(LEAST_WEIGHT))
     weight = log_weight.exp()
     bad = (weight.isnan() | radius.isnan() | (radius < 0)).any(dim=-1)
     radius = floored_radius(radius)

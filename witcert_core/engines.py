@@ -39,6 +39,12 @@ def checked(subject: str, check: Callable[..., Any], *args: Any) -> Finding:
     return Finding("ok", subject, "can be metered")
 
 
+def unreadable(path: str, error: Exception) -> Finding:
+    """The finding of a directory or hub id that is no model: what Transformers says, or pydantic around it."""
+    said = " ".join(str(error).split()).partition(" [type=")[0]
+    return Finding("refused", "model", f"{path} cannot be read: {said}")
+
+
 Examine = Callable[["str | None", "Policy"], list[Finding]]
 
 

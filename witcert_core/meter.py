@@ -208,11 +208,11 @@ def measure_rows(
         residuals = radii.residuals(flat)
         if residuals is not None:
             residuals = batch.heads(residuals[0]), batch.heads(residuals[1])
-        c = key_radii(radii, rows, batch, scale, [float(delta_loc[r]) for r in batch.rows])
+        unseen = batch.unseen(heads)
+        c = key_radii(radii, rows, batch, unseen, scale, [float(delta_loc[r]) for r in batch.rows])
         rows = rows.flatten(0, 1)
         logits, centre, stored = centred(rows, k, v.to(torch.float64), residuals, sm_scale, logits_soft_cap)
         omega = kernel_radius(rows, k, scale, logits_soft_cap, min(k.element_size(), q.element_size()) <= 2)
-        unseen = batch.unseen(heads)
         if unseen is not None:
             logits, omega = logits.masked_fill(unseen, float("-inf")), omega.masked_fill(unseen, 0.0)
             if stored is not None:
@@ -249,12 +249,13 @@ def measure_rows(
     )
 
 
-def key_radii(radii: Radii, q: Tensor, batch: SideBySide, sm_scale: float, delta_loc: list[float]) -> Tensor:
-    """Float64 ``[R * H, S]`` for ``q [R, H, D]`` of the rows side by side, 0 where a row sees nothing."""
+def key_radii(
+    radii: Radii, q: Tensor, batch: SideBySide, unseen: Tensor | None, sm_scale: float, delta_loc: list[float]
+) -> Tensor:
+    """Float64 ``[R * H, S]`` for ``q [R, H, D]`` of the rows side by side, 0 where ``unseen`` says so."""
     if len(batch.rows) > 1 and not any(delta_loc) and isinstance(radii, JointRadii):
         joint = radii.joint_key_radius(q.flatten(0, 1), batch.slots, sm_scale)
         if joint is not None:
-            unseen = batch.unseen(q.shape[1])
             return joint if unseen is None else joint.masked_fill(unseen, 0.0)
     # Row by row: under the dither law a radius depends on how many tokens its own row sees.
     slots = [batch.slots[:count, i] for i, count in enumerate(batch.lengths)]

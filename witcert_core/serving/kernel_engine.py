@@ -14,7 +14,7 @@ from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.engine_cache import EngineCache
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.kernel_simulated import KernelSimulated, PagedPool, left_to_reference, on_kernels
+from witcert_core.serving.kernel_simulated import KernelSimulated, PagedPool, by_certify
 from witcert_core.serving.rows import RowPlan
 from witcert_core.serving.step import StepCells
 
@@ -33,6 +33,6 @@ class KernelEngine(KernelSimulated, EngineCache):
 
 def engine_cache(policy: Policy, geometry: Geometry, pool: PagedPool, encoder: Encoder) -> EngineCache:
     """The metered engine's own cache of this device."""
-    if on_kernels(geometry) and not left_to_reference(policy, encoder):
+    if by_certify(policy, geometry, encoder):
         return KernelEngine(policy, geometry, pool, encoder)
     return EngineCache(policy, geometry, pool, encoder)

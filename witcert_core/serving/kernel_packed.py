@@ -16,7 +16,7 @@ from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.kernels.append import append_int8
-from witcert_core.kernels.common.backend import interpreting
+from witcert_core.kernels.common.backend import kernels_serve
 from witcert_core.kernels.common.bypass import BypassedKeys
 from witcert_core.kernels.common.pages import PageTable
 from witcert_core.kernels.decode import decode_int8
@@ -39,7 +39,7 @@ def packed_storage(
     policy: Policy, geometry: Geometry, layers: Mapping[int, PackedLayer], encoder: Encoder
 ) -> PackedStorage:
     """The packed cache of this device: kernels on a GPU (or under the interpreter), else the reference."""
-    kind = KernelPacked if geometry.device != "cpu" or interpreting() else PackedStorage
+    kind = KernelPacked if kernels_serve(geometry.device) else PackedStorage
     return kind(policy, geometry, layers, encoder)
 
 

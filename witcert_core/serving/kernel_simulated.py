@@ -14,7 +14,7 @@ from torch import Tensor
 
 from witcert_core.bands import band_map
 from witcert_core.kernels.certify import FP8, certify
-from witcert_core.kernels.common.backend import interpreting
+from witcert_core.kernels.common.backend import kernels_serve
 from witcert_core.kernels.common.pages import PageTable
 from witcert_core.meter import CellBatch, true_tv
 from witcert_core.policy import Policy
@@ -38,14 +38,14 @@ class PagedPool(Pool, Protocol):
 
 def simulated_cache(policy: Policy, geometry: Geometry, pool: PagedPool, encoder: Encoder) -> SimulatedCache:
     """The simulated cache of this device: metered by `certify` where that can say all that the policy asks for."""
-    if on_kernels(geometry) and not left_to_reference(policy, encoder):
+    if by_certify(policy, geometry, encoder):
         return KernelSimulated(policy, geometry, pool, encoder)
     return SimulatedCache(policy, geometry, pool, encoder)
 
 
-def on_kernels(geometry: Geometry) -> bool:
-    """Whether kernels run where the cache lies."""
-    return geometry.device != "cpu" or interpreting()
+def by_certify(policy: Policy, geometry: Geometry, encoder: Encoder) -> bool:
+    """Whether kernels run where the cache lies, and know all that the policy asks for."""
+    return kernels_serve(geometry.device) and not left_to_reference(policy, encoder)
 
 
 def left_to_reference(policy: Policy, encoder: Encoder) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from witcert_core.closing import ClosingRule
-from witcert_core.engines import Finding, checked
+from witcert_core.engines import Finding, checked, unreadable
 from witcert_core.errors import WitCertError
 from witcert_core.policy import Policy
 from witcert_core.units import format_bytes
@@ -123,8 +123,8 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         config = ModelConfig(path)
-    except (OSError, ValueError) as error:  # what Transformers says of a directory or hub id that is no model
-        yield Finding("refused", "model", f"{path} cannot be read: {' '.join(str(error).split())}")
+    except (OSError, ValueError) as error:
+        yield unreadable(path, error)
         return
     yield checked("model", support.check_model, config, "triton", "auto", device)
     bypass = checked("outliers", support.check_bypass, policy.build_quantizer(), config)

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from witcert_core.closing import ClosingRule
-from witcert_core.engines import Finding, checked
+from witcert_core.engines import Finding, checked, unreadable
 from witcert_core.errors import WitCertError
 from witcert_core.policy import Policy
 from witcert_vllm import POLICY_VARIABLE, __version__
@@ -88,9 +88,8 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
 
     try:
         config = EngineArgs(model=path).create_model_config()
-    except (OSError, ValueError) as error:  # what Transformers, or pydantic around it, says of what is no model
-        said = " ".join(str(error).split()).partition(" [type=")[0]
-        yield Finding("refused", "model", f"{path} cannot be read: {said}")
+    except (OSError, ValueError) as error:
+        yield unreadable(path, error)
         return
     yield checked("model", support.check_model, config, current_platform.device_type)
     bypass = checked("outliers", support.check_bypass, policy.build_quantizer(), config)

@@ -22,6 +22,11 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def kernels_serve(device: str) -> bool:
+    """Whether what lies on `device` is read by kernels: on a GPU, or anywhere under the interpreter."""
+    return device != "cpu" or interpreting()
+
+
 def resolve(backend: str, device: torch.device) -> str:
     """``"triton"`` or ``"reference"``.
 
