@@ -282,7 +282,7 @@ def other_cases(dim: int) -> list[Case]:
         "P_DTYPE": tl.bfloat16,
         "DOT_ERROR": slack.dot_error(dim),
     }
-    witness = {"HKV": 8, "D": dim, "DP": dim, "PAGE": 16, "N": 16, "WHOLE": False}
+    witness = {"HKV": 8, "D": dim, "DP": dim, "PAGE": 16, "N": 16, "WHOLE": False, "STORE": True}
     size = layout.bytes_per_token_head
     groups = -(-dim // 32)
     return [
@@ -297,7 +297,8 @@ def other_cases(dim: int) -> list[Case]:
             bytes_moved=4 * dim + size + groups,
             floor=size,
         ),
-        Case("witness", write_witness_kernel, witness, {**writer, "slot_ptr": "*i64"}, warps=4),
+        Case("witness", write_witness_kernel, witness, writer | {"slot_ptr": "*i64"}, warps=4),
+        Case("record", write_witness_kernel, witness | {"STORE": False}, writer | {"slot_ptr": "*i64"}, warps=4),
         # K and V in 16 bit, 16 band norms and one value norm.
         Case("certify", certify_split, certify, pool, warps=8, stages=1, bytes_moved=4 * dim + 17, floor=4 * dim),
         Case("extend", extend_attention, extend, chunk, must_not_spill=True),

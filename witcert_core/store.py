@@ -10,7 +10,7 @@ writes wait until somebody asks (`waiting.py`); every way to the side tensors of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -147,9 +147,13 @@ class LayerSlots:
                 sketch.steps[slots] = 0
 
 
+Recorder = Callable[[LayerSlots, Write], None]
+
+
 class SlotStore:
     """The side tensors of all metered layers of one rank.
 
+    recorder: what keeps the norms of a write in the place of torch, at once; for a store without dither and sketches.
     layers: global layer ids. storage_dtype: the dtype of the engine's pool. sketch_bits: 0, or bits a channel of the
     residuals' sketches. With `keep_exact` the exact K and V of
     every slot are kept as well (2 * SLOTS * Hkv * D elements a layer), which is what an audit compares against.
@@ -207,6 +211,7 @@ class SlotStore:
             for layer in layers
         }
         self._waiting = {layer: Waiting() for layer in layers}
+        self.recorder: Recorder | None = None
         shape = (num_slots, num_kv_heads)
         self.exact_k: dict[int, Tensor] = {}
         self.exact_v: dict[int, Tensor] = {}
@@ -256,7 +261,9 @@ class SlotStore:
         """
         self.keep(layer, slots, exact_k, exact_v)
         write = Write(slots, exact_k, exact_v, stored_k, stored_v, encoded_k, encoded_v)
-        if not self._waiting[layer].add(write):
+        if self.recorder is not None:
+            self._account(self._layers[layer], write)
+        elif not self._waiting[layer].add(write):
             self._account(self._settled(layer), write)
 
     def _settled(self, layer: int) -> LayerSlots:
@@ -269,8 +276,11 @@ class SlotStore:
     def _account(self, side: LayerSlots, write: Write) -> None:
         known = False
         try:
-            for piece in write.split():
-                self._remember(side, piece)
+            if self.recorder is not None:
+                self.recorder(side, write)
+            else:
+                for piece in write.split():
+                    self._remember(side, piece)
             known = True
         finally:
             if not known:  # the slots were written all the same: what they said before is void

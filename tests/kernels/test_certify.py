@@ -13,7 +13,7 @@ from witcert_core.bounds import meter
 from witcert_core.dither import DitherKey, dequantize_int8, quantize_int8, rows
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.kernels.certify import certify
-from witcert_core.kernels.witness import write_with_witness
+from witcert_core.kernels.witness import record_witness, write_with_witness
 from witcert_core.rotary import RotarySpec
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
 from witcert_core.witness import decode_norm, value_codes, witness_codes
@@ -153,6 +153,37 @@ def test_witness_kernel_is_never_below_the_residual_and_at_most_one_code_above(
         assert int(step.max()) <= 1
     residual = kernel.at(kernel.k).double() - kernel.exact_k.double()
     assert bool((decode_norm(kernel.at(kernel.witness)) >= bands.norms(residual)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_witness_of_tokens_in_the_pool_is_the_one_of_writing_them(dtype: torch.dtype) -> None:
+    """Also of views into a fused projection, and with slots that are skipped; the others keep what they say."""
+    bands = band_map(RotarySpec(64))
+    pool = Pool(37, 16, 64, dtype, bands, "auto")
+    stored_k, stored_v = pool.at(pool.k), pool.at(pool.v)
+    fused = torch.cat([pool.exact_k, pool.exact_v], -1)
+    exact = fused.split(64, -1)
+    assert not exact[0].is_contiguous()
+    slots = pool.slots.clone()
+    slots[5] = -1
+    for backend, below in (("auto", 0), ("reference", 1)):
+        witness, values = (torch.full(x.flatten(0, 1).shape, 77, dtype=torch.uint8) for x in (pool.witness, pool.k))
+        values = values[..., 0].contiguous()
+        record_witness(*exact, stored_k, stored_v, witness, values, slots, bands, backend=backend)
+        skipped = pool.slots[5]
+        assert (witness[skipped] == 77).all()
+        assert (values[skipped] == 77).all()
+        kept = slots[slots >= 0]
+        for got, want in ((witness, pool.witness), (values, pool.value_witness)):
+            gap = want.flatten(0, 1).reshape(got.shape)[kept].int() - got[kept].int()
+            assert int(gap.min()) >= 0
+            assert int(gap.max()) <= below
+    with pytest.raises(InputError, match="stored_v"):
+        record_witness(*exact, stored_k, stored_v[:-1], witness, values, slots, bands)
+    with pytest.raises(InputError, match="value_witness"):
+        record_witness(*exact, stored_k, stored_v, witness, values[:-1], slots, bands)
+    with pytest.raises(InputError, match="32 bit"):
+        record_witness(exact[0].double(), exact[1], stored_k.double(), stored_v, witness, values, slots, bands)
 
 
 def test_witness_of_extreme_residuals() -> None:

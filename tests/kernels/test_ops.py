@@ -37,7 +37,7 @@ def int8_arguments(data: Int8Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return pool, {"layer": LAYER, "head_ids": data.head_ids, "key": KEY, "witness": data.witness}
 
 
-@pytest.mark.parametrize("name", ["decode", "extend", "extend meter", "certify", "witness", "repair"])
+@pytest.mark.parametrize("name", ["decode", "extend", "extend meter", "certify", "witness", "record", "repair"])
 def test_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_case((20,), 16, 64, 2)
     pool, common = int8_arguments(data)
@@ -79,6 +79,10 @@ def test_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             bands,
         )
 
+    def record() -> None:
+        token, sides = torch.ones(1, 1, 64), (norms.flatten(0, 1), torch.zeros(norms.shape[:3]).flatten(0, 1).byte())
+        witness_package.record_witness(token, token, token, token, *sides, one.long(), bands)
+
     def repair() -> None:
         side = RepairedPages.allocate(4, 1, 2, 16, 64, 64, torch.float32, q.device)
         page = torch.ones(1, 16, 64)
@@ -98,6 +102,7 @@ def test_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             lambda: certify_package.certify(q, exact, norms, data.table, bands, max_kv_len=20),
         ),
         "witness": (witness_package, "write_witness_op", write),
+        "record": (witness_package, "record_witness_op", record),
         "repair": (repair_package, "repair_pages_op", repair),
     }[name]
     op, arguments = recorded(monkeypatch, package, op_name, call)

@@ -1,7 +1,8 @@
 """A cache simulated in the engine's own 16-bit pool, its rows metered by the `certify` kernel over the page table.
 
 The engine attends with its own kernel; this one reads the same keys and values and the witnesses beside them, and adds
-how far the engine's weights can be from its own. Nothing is gathered. On a GPU, or on a CPU under TRITON_INTERPRET=1.
+how far the engine's weights can be from its own. Nothing is gathered, and a kernel keeps the witnesses. On a GPU, or on
+a CPU under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from witcert_core.bands import band_map
 from witcert_core.kernels.certify import FP8, certify
 from witcert_core.kernels.common.backend import kernels_serve
 from witcert_core.kernels.common.pages import PageTable
+from witcert_core.kernels.witness import record_witness
 from witcert_core.meter import CellBatch, true_tv
 from witcert_core.policy import Policy
 from witcert_core.pool import Pool
@@ -26,6 +28,8 @@ from witcert_core.serving.kernel_cells import certified_cells, output_norm_down,
 from witcert_core.serving.rows import RowPlan
 from witcert_core.serving.simulated import SimulatedCache
 from witcert_core.serving.step import StepCells
+from witcert_core.store import LayerSlots
+from witcert_core.waiting import Write
 
 
 class PagedPool(Pool, Protocol):
@@ -72,6 +76,22 @@ class Rows:
     tokens: Tensor
 
 
+def _record(side: LayerSlots, write: Write) -> None:
+    """The norms of what a write lost, in two launches: torch takes some thirty, which small passes wait to share."""
+    if side.witness is None:
+        raise RuntimeError("a cache of witnesses has none")
+    record_witness(
+        write.exact_k,
+        write.exact_v,
+        write.stored_k,
+        write.stored_v,
+        side.witness,
+        side.value_witness,
+        write.slots,
+        side.bands,
+    )
+
+
 class KernelSimulated(SimulatedCache):
     """`SimulatedCache` with its rows measured on the device."""
 
@@ -85,6 +105,8 @@ class KernelSimulated(SimulatedCache):
         shape = (geometry.num_slots, 1, geometry.num_kv_heads, self.bands.num_bands)
         bare = any(self.store[layer].witness is None for layer in self.metered_layers)
         self.no_witness = torch.zeros(shape, dtype=torch.uint8, device=geometry.device) if bare else None
+        if not self.store.dithered:
+            self.store.recorder = _record
 
     def _measure(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float], out: Tensor) -> None:
         if not plan.rows or call.layer not in self.metered_layers:

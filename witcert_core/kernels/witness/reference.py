@@ -28,3 +28,19 @@ def write_witness_reference(
     v[page, offset] = stored_v
     witness[page, offset] = witness_codes(exact_k[used], stored_k, bands)
     value_witness[page, offset] = value_codes(exact_v[used], stored_v)[..., None]
+
+
+def record_witness_reference(
+    exact_k: Tensor,
+    exact_v: Tensor,
+    stored_k: Tensor,
+    stored_v: Tensor,
+    witness: Tensor,
+    value_witness: Tensor,
+    slot_mapping: Tensor,
+    bands: BandMap,
+) -> None:
+    """Side tensors by slot, written in place; negative slots are skipped."""
+    used = slot_mapping >= 0
+    witness[slot_mapping[used]] = witness_codes(exact_k[used], stored_k[used], bands)
+    value_witness[slot_mapping[used]] = value_codes(exact_v[used], stored_v[used])

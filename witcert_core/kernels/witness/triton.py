@@ -43,8 +43,11 @@ def write_witness_kernel(
     PAGE: tl.constexpr,
     N: tl.constexpr,
     WHOLE: tl.constexpr,
+    STORE: tl.constexpr,
 ):
-    """Grid ``(ceil(T / N), Hkv)``; ``WHOLE``: one norm over all channels (V)."""
+    """Grid ``(ceil(T / N), Hkv)``; ``WHOLE``: one norm over all channels (V). Without ``STORE`` the pool is left alone
+    and what it holds is ``fake``.
+    """
     token = tl.program_id(0) * N + tl.arange(0, N)
     head = tl.program_id(1)
     channel = tl.arange(0, DP)
@@ -55,10 +58,12 @@ def write_witness_kernel(
     keep = live[:, None] & (channel < D)[None, :]
     source = (token.to(tl.int64) * HKV + head)[:, None] * D + channel[None, :]
     exact = tl.load(exact_ptr + source, mask=keep, other=0.0).to(tl.float32)
-    stored = tl.load(fake_ptr + source, mask=keep, other=0.0).to(pool_ptr.dtype.element_ty)
-    page = slot // PAGE
-    target = page * stride_page + (slot % PAGE) * stride_tok + head.to(tl.int64) * stride_head
-    tl.store(pool_ptr + target[:, None] + channel[None, :], stored, mask=keep)
+    stored = tl.load(fake_ptr + source, mask=keep, other=0.0)
+    if STORE:
+        stored = stored.to(pool_ptr.dtype.element_ty)
+        page = slot // PAGE
+        target = page * stride_page + (slot % PAGE) * stride_tok + head.to(tl.int64) * stride_head
+        tl.store(pool_ptr + target[:, None] + channel[None, :], stored, mask=keep)
     gap = tl.abs(stored.to(tl.float32) - exact)
     # Infinity stands for NaN, which a maximum could lose.
     gap = tl.where(gap == gap, gap, float("inf"))
