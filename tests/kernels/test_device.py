@@ -12,6 +12,7 @@ from pretend import DEVICE, pretending
 from witcert_core.serving.kernel_engine import KernelEngine, engine_cache
 from witcert_core.serving.kernel_packed import KernelPacked, packed_storage
 from witcert_core.serving.kernel_simulated import KernelSimulated, simulated_cache
+from witcert_core.serving.packed import PackedStorage
 from witcert_core.serving.step import StepCells
 
 from . import test_serving, test_simulated
@@ -30,8 +31,8 @@ def engine(device: str) -> Any:
     return test_simulated.Served(engine_cache, "engine", torch.float16, pool, device=device)
 
 
-def packed(name: str) -> Callable[[str], Any]:
-    return lambda device: test_serving.Served(packed_storage, name, device=device)
+def packed(name: str, **options: Any) -> Callable[[str], Any]:
+    return lambda device: test_serving.Served(packed_storage, name, device=device, **options)
 
 
 CACHES: dict[str, tuple[type[Any], Callable[[str], Any]]] = {
@@ -40,6 +41,8 @@ CACHES: dict[str, tuple[type[Any], Callable[[str], Any]]] = {
     "engine": (KernelEngine, engine),
     "int8_dither_w packed": (KernelPacked, packed("int8_dither_w")),
     "int8_dither_bypass packed": (KernelPacked, packed("int8_dither_bypass")),
+    "int8_dither packed, gated": (PackedStorage, packed("int8_dither", gate=test_serving.GATE)),
+    "int8_dither_bypass packed, gated": (PackedStorage, packed("int8_dither_bypass", gate=test_serving.GATE)),
 }
 
 

@@ -25,18 +25,24 @@ from .two_requests import Pass, TwoRequests
 
 HQ, HKV, D, SLOTS, LAYER = 4, 2, 64, 150, 0
 SCALE = D**-0.5
+GATE = {"kind": "certified", "tau": 0.05, "block_size": 4}
 
 
 class Served:
     """One layer of a model served pass by pass; every exact key and value is at hand."""
 
     def __init__(
-        self, kind: type[PackedStorage] | Callable[..., PackedStorage], name: str, device: str = "cpu", **meter: Any
+        self,
+        kind: type[PackedStorage] | Callable[..., PackedStorage],
+        name: str,
+        device: str = "cpu",
+        gate: dict[str, Any] | None = None,
+        **meter: Any,
     ) -> None:
         self.gen = torch.Generator().manual_seed(3)
         settings = {"stride": 1, "audit_every": 1, "max_rows": 1, **meter}
         chosen = {"name": name, "storage": "packed"}
-        policy = parse_policy({"version": 1, "quantizer": chosen, "meter": settings})
+        policy = parse_policy({"version": 1, "quantizer": chosen, "meter": settings, "gate": gate or {}})
         quantizer = policy.build_quantizer()
         geometry = Geometry("test", HQ, (LAYER,), HQ, HKV, (0, 1), D, D, SLOTS, torch.float32, RotarySpec(D), device)
 
@@ -197,13 +203,18 @@ def test_slots_never_written_are_unknown() -> None:
     assert (step.layers[LAYER].meter[1] == 1).all()
 
 
-@pytest.mark.parametrize(
-    ("gate", "meter", "message"),
-    [("certified", {}, "gate.kind is 'certified'"), ("observe", {"form": "extremal"}, "meter.form is 'extremal'")],
-)
-def test_what_kernels_cannot_do_is_refused(gate: str, meter: dict[str, Any], message: str) -> None:
-    ours = Served(PackedStorage, "int8_dither")
-    sections = {"quantizer": {"name": "int8_dither", "storage": "packed"}, "gate": {"kind": gate}, "meter": meter}
-    policy = parse_policy({"version": 1, **sections})
-    with pytest.raises(UnsupportedError, match=message):
-        packed_storage(policy, ours.runtime.geometry, {LAYER: ours.layer}, ours.runtime.encoder)
+def test_a_gate_that_repairs_is_left_to_the_reference() -> None:
+    """Bounds within the gate's target after repairs, and the outputs of rows that read exact blocks."""
+    gated, plain = Served(packed_storage, "int8_dither", gate=GATE), Served(PackedStorage, "int8_dither")
+    assert type(gated.runtime.cache) is PackedStorage
+    for new in PASSES:
+        (mine, _, out), (other, _, unrepaired) = gated.step(new), plain.step(new)
+    repaired, damaged = mine.layers[LAYER].meter, other.layers[LAYER].meter
+    assert sum(verdict.repaired_blocks for verdict in mine.verdicts) > 0
+    assert repaired.max() <= GATE["tau"] < damaged.max()
+    assert not torch.allclose(out, unrepaired, atol=1e-4)
+
+
+def test_what_kernels_cannot_do_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"meter\.form is 'extremal'"):
+        Served(packed_storage, "int8_dither", form="extremal")

@@ -233,6 +233,7 @@ PACKED = {"quantizer": {"name": "int8_dither", "storage": "packed"}}
         (PACKED, "breakable", "disabled", {}, "--cuda-graph-backend-decode full"),
         (PACKED, "disabled", "full", {}, "--disable-prefill-cuda-graph"),
         ({**PACKED, "meter": {"audit_every": 4}}, "full", "disabled", {}, "audit_every"),
+        ({**PACKED, "gate": {"kind": "certified"}}, "full", "disabled", {}, "gate.kind: certified"),
         (PACKED, "full", "disabled", {"attention_backend": "torch_native"}, "--attention-backend triton"),
         (PACKED, "full", "disabled", {"decode_attention_backend": "torch_native"}, "--attention-backend triton"),
     ],
@@ -309,14 +310,6 @@ def test_an_abort_on_several_ranks_is_refused() -> None:
     support.check_gate(True, "serve", SimpleNamespace(tp_size=2, device="cpu"))
     with pytest.raises(UnsupportedError, match="part ways"):
         support.check_gate(True, "abort", SimpleNamespace(tp_size=2, device="cpu"))
-
-
-def test_repairs_of_packed_codes_on_a_gpu_are_refused() -> None:
-    gpu = SimpleNamespace(tp_size=1, device="cuda")
-    support.check_gate(False, "serve", gpu, packed=True)
-    support.check_gate(True, "serve", gpu)
-    with pytest.raises(UnsupportedError, match="packed on device 'cuda'"):
-        support.check_gate(True, "serve", gpu, packed=True)
 
 
 def test_packed_storage_beside_a_cache_dtype() -> None:

@@ -38,8 +38,11 @@ from witcert_core.serving.step import StepCells
 def packed_storage(
     policy: Policy, geometry: Geometry, layers: Mapping[int, PackedLayer], encoder: Encoder
 ) -> PackedStorage:
-    """The packed cache of this device: kernels on a GPU (or under the interpreter), else the reference."""
-    kind = KernelPacked if kernels_serve(geometry.device) else PackedStorage
+    """The packed cache of this device: kernels on a GPU (or under the interpreter), else the reference.
+
+    A gate that repairs asks for every token of a cell, not for sums over them: it is left to the reference anywhere.
+    """
+    kind = KernelPacked if kernels_serve(geometry.device) and not policy.repairs else PackedStorage
     return kind(policy, geometry, layers, encoder)
 
 
@@ -70,11 +73,6 @@ class KernelPacked(PackedStorage):
             raise UnsupportedError(
                 f"quantizer {encoder.quantizer.name!r} brings its own codes; the kernels write those of int8_dither, "
                 "int8_dither_w and int8_dither_bypass: name one of these, or set quantizer.storage to 'simulated'"
-            )
-        if policy.repairs:
-            raise UnsupportedError(
-                f"gate.kind is {policy.gate.kind!r}, but repairs of a packed pool are read by the CPU reference only; "
-                "set gate.kind to 'observe'"
             )
         if policy.meter.form == "extremal":
             raise UnsupportedError(

@@ -160,7 +160,7 @@ def attend(q: Tensor, read: Gathered, new: list[int], sm_scale: float) -> Tensor
         span = slice(read.starts[i], read.starts[i + 1])
         k, v = (x[span].transpose(0, 1) for x in (read.k, read.v))
         total = k.shape[1]
-        seen = torch.ones(count, total, dtype=torch.bool).tril(total - count)
+        seen = torch.ones(count, total, dtype=torch.bool, device=q.device).tril(total - count)
         mine = q[token : token + count].float().transpose(0, 1)
         out = scaled_dot_product_attention(
             mine[None], k[None], v[None], attn_mask=seen, scale=sm_scale, enable_gqa=True

@@ -38,7 +38,10 @@ class RepairedCache:
         self.shadow = shadow
         self.num_slots = num_slots
         self.num_kv_heads = num_kv_heads
-        self._restored = {layer: torch.zeros(num_slots, num_kv_heads, dtype=torch.bool) for layer in cache.layers}
+        self._restored = {
+            number: torch.zeros(num_slots, num_kv_heads, dtype=torch.bool, device=layer.k.device)
+            for number, layer in cache.layers.items()
+        }
         self._own: _Own | None = None
 
     def __getitem__(self, layer: int) -> RepairedLayer:
@@ -53,8 +56,8 @@ class RepairedCache:
     @contextmanager
     def chunk(self, slots: Tensor, k: Tensor, v: Tensor) -> Iterator[None]:
         """Within the block `slots` [N] hold exact k and v: a chunk that attends itself before it is packed."""
-        place = torch.full((self.num_slots,), -1, dtype=torch.int64)
-        place[slots] = torch.arange(slots.numel())
+        place = torch.full((self.num_slots,), -1, dtype=torch.int64, device=slots.device)
+        place[slots] = torch.arange(slots.numel(), device=slots.device)
         self._own = _Own(place, k, v)
         try:
             yield

@@ -129,7 +129,7 @@ class Installation:
         support.check_graphs(policy, args)
         if policy.meters_engine:
             support.check_engine_cache(policy.prefill_reads, args)
-        support.check_gate(policy.repairs, policy.gate.on_exhausted, args, policy.quantizer.storage == "packed")
+        support.check_gate(policy.repairs, policy.gate.on_exhausted, args)
         support.check_storage(policy.quantizer.storage, args)
         support.check_sharing(self.quantizer, args)
         return args

@@ -142,6 +142,11 @@ def check_graphs(policy: Policy, args: Any) -> None:
             "--disable-cuda-graph",
         ),
         (
+            policy.repairs,
+            f"CUDA graphs with gate.kind: {policy.gate.kind}: Python restores blocks between two kernels, which a "
+            "replay does not run; add --disable-cuda-graph",
+        ),
+        (
             policy.meter.audit_every > 0,
             "CUDA graphs with meter.audit_every: an audit needs the queries, which stay in the graph; set it to 0, or "
             "add --disable-cuda-graph",
@@ -214,13 +219,8 @@ def check_engine_pool(pool: Any, model_dtype: torch.dtype) -> None:
         )
 
 
-def check_gate(kind_repairs: bool, on_exhausted: str, args: Any, packed: bool = False) -> None:
-    """Raise UnsupportedError for repairs of packed codes on a GPU and for an abort that only one rank would know of."""
-    if kind_repairs and packed and args.device != "cpu":
-        raise UnsupportedError(
-            f"a gate that repairs with quantizer.storage: packed on device {args.device!r}: the kernels that serve "
-            "there are not wired to repaired pages; set quantizer.storage to 'simulated' or gate.kind to 'observe'"
-        )
+def check_gate(kind_repairs: bool, on_exhausted: str, args: Any) -> None:
+    """Raise UnsupportedError for an abort that only one rank would know of."""
     if kind_repairs and on_exhausted == "abort" and args.tp_size > 1:
         raise UnsupportedError(
             f"gate.on_exhausted: abort with --tp-size {args.tp_size}: the ranks' schedulers would part ways; use serve"
