@@ -3,7 +3,8 @@
 Shapes: N tokens, S read, Hkv KV heads, D head_dim, m bypassed pairs, C = 2 m channels.
 
 A bypassed channel is left out of its group's ``amax``, has code 0 and is read as the 16-bit number it is. Which pairs
-is decided once a layer, from the first keys written: those with the largest magnitude. They depend on no dither.
+is decided once a layer, from the first keys written (`serving/outliers.py` says how many): those with the largest
+magnitude. They depend on no dither.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from witcert_core.bypass import outlier_channels, taken
 from witcert_core.errors import UnsupportedError
 from witcert_core.packed import PackedLayer
 from witcert_core.policy import parse_policy
@@ -201,6 +202,36 @@ def test_slots_never_written_are_unknown() -> None:
     step, _, _ = ours.step([(1, True), (1, True)])
     assert (step.layers[LAYER].meter[0] < 1).all()
     assert (step.layers[LAYER].meter[1] == 1).all()
+
+
+@pytest.mark.parametrize("kind", [KernelPacked, PackedStorage])
+def test_outliers_are_chosen_again_from_a_longer_pass(kind: type[PackedStorage]) -> None:
+    """A warm-up of a few tokens does not decide; what it and its answer left behind is written again, as if it had."""
+    served = Served(kind, "int8_dither_bypass")
+    cache = served.runtime.cache
+    assert isinstance(cache, PackedStorage)
+    served.step([(3, False), (2, False)])
+    first = served.layer.channels
+    for new in ([(1, True), (1, True)], [(60, False), (40, False)], [(1, True), (1, True)]):
+        step, q, _ = served.step(new)
+    final = served.layer.channels
+    assert first is not None
+    assert final is not None
+    assert not torch.equal(first, final)
+    lens = (64, 43)
+    seen = torch.cat([served.exact["k"][i, :n] for i, n in enumerate(lens)])
+    assert torch.equal(final, outlier_channels(seen, RotarySpec(D), final.shape[1] // 2))
+    for request, n in enumerate(lens):
+        stored, _ = cache.cache.read(LAYER, served.requests.slots[request, :n])
+        exact = served.exact["k"][request, :n]
+        assert torch.equal(taken(stored, final), taken(exact, final))
+        steps = served.layer.k_scale[served.requests.slots[request, :n]].double().repeat_interleave(32, -1)
+        assert ((stored - exact).abs() <= steps * 0.5001).all()
+    for number, row in enumerate(step.rows):
+        tv, _, _ = served.truth(row.request, row.position, q[row.token], own_from=70)
+        assert (tv <= step.layers[LAYER].meter[number]).all()
+    served.step([(3, True), (2, True)])
+    assert served.layer.channels is final
 
 
 def test_a_gate_that_repairs_is_left_to_the_reference() -> None:

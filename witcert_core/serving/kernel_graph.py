@@ -157,6 +157,7 @@ class CapturedDecode:
         if max(lengths) > self.max_kv_len:
             raise UnsupportedError(f"a request of {max(lengths)} tokens in a graph for up to {self.max_kv_len}")
         self.capturing = None
+        self.cache.outliers.settle()  # what a replay writes cannot be written again
         spent = [0.0] * rows
         for row, delta in zip(plan.rows, deltas, strict=True):
             spent[row.token] = delta

@@ -107,11 +107,11 @@ class KernelPacked(PackedStorage):
         call = replace(call, sinks=None if call.sinks is None else call.sinks.float())
         if call.layer in self.exact_k:
             self.exact_k[call.layer][call.slots] = call.exact_k
+        self._choose_channels(call)
         early = call.early
         if bool(early.any()):
-            self._append(call.part(early))
-        if not bool(early.all()):
-            self._choose_channels(call)
+            own = call.part(early)
+            self.append(own, own.slots)
         metered = call.layer in self.metered_layers
         out = torch.empty(*call.q.shape[:2], self.geometry.v_head_dim, dtype=call.q.dtype, device=call.q.device)
         cells: dict[int, tuple[CellBatch, CellBatch | None, int]] = {}
@@ -129,7 +129,8 @@ class KernelPacked(PackedStorage):
                 beside = [row_of(certain or found, i) for found, certain, i in in_order]
                 step.witness_layers[call.layer] = joined(beside)
         if not bool(early.all()):
-            self._append(call.part(~early))
+            own = call.part(~early)
+            self.append(own, own.slots)
         return out.reshape(call.q.shape[0], -1)
 
     def _groups(self, plan: RowPlan, early: Tensor) -> list[Group]:
@@ -235,13 +236,8 @@ class KernelPacked(PackedStorage):
             "bypass": self.bypassed.get(call.layer),
         }
 
-    def _append(self, call: AttentionCall) -> None:
-        """Codes, scales, witness and outliers of the call's tokens."""
-        self._choose_channels(call)
-        self.append(call, call.slots)
-
     def append(self, call: AttentionCall, slots: Tensor) -> None:
-        """The launch alone, into `slots` [N] (negative: nowhere). Device work only."""
+        """The call's tokens as codes, scales, witness and outliers into `slots` [N] (negative: nowhere). Device only."""
         layer = self.cache[call.layer]
         append_int8(
             call.exact_k.contiguous(),
@@ -259,16 +255,19 @@ class KernelPacked(PackedStorage):
         )
 
     def _choose_channels(self, call: AttentionCall) -> None:
-        """The outlier channels of a layer, chosen from the first keys it sees."""
+        """The outlier channels of a layer, in place: a captured graph keeps the addresses."""
+        earlier = self.outliers.before(call)
         layer = self.cache[call.layer]
-        if layer.k_bypass is None or layer.channels is not None:
-            return
-        self.cache.to_encode(call.layer, call.exact_k)
-        if layer.channels is None:
+        if layer.k_bypass is not None and layer.channels is None:
             raise UnsupportedError(f"layer {call.layer} keeps outliers but has chosen no channels for them")
+        if earlier is None or layer.channels is None:
+            return
         bypassed = self.bypassed[call.layer]
+        bypassed.keep.fill_(1)
         bypassed.keep.scatter_(1, layer.channels, 0)
         bypassed.channels.copy_(layer.channels)
+        for written in earlier:
+            self.append(written, written.slots)
 
     def _cells(
         self,

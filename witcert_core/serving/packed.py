@@ -20,6 +20,7 @@ from witcert_core.serving.calls import AttentionCall, Coded
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.gathered import Gathered, gather
 from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.outliers import OutlierChoice
 from witcert_core.serving.repaired import RepairedCache
 from witcert_core.serving.rows import RowPlan
 from witcert_core.serving.simulated import shadow_store
@@ -41,6 +42,7 @@ class PackedStorage:
                 f"quantizer {encoder.quantizer.name!r} keeps {pairs} channel pairs in 16 bit, for which the pool of "
                 f"{geometry.backend} has no room; name a quantizer without bypass"
             )
+        self.outliers = OutlierChoice(self.cache)
         self.repaired: RepairedCache | None = None
         self.repairer: BlockRepairer | None = None
         if policy.repairs:
@@ -105,8 +107,9 @@ class PackedStorage:
                 f"layer {call.layer} uses a logit cap, a sliding window or sinks: the packed cache "
                 "attends to all tokens plainly; set quantizer.storage to 'simulated'"
             )
-        coded_k = self.cache.to_encode(call.layer, call.exact_k)
-        k, v = self.encoder.encode(call.layer, call.slots, call.positions, coded_k, call.exact_v)
+        for earlier in self.outliers.before(call) or ():
+            self._store(earlier, *self._encode(earlier))
+        k, v = self._encode(call)
         if call.layer in self.exact_k:
             self.exact_k[call.layer][call.slots] = call.exact_k
         early, late = call.early, ~call.early
@@ -124,12 +127,19 @@ class PackedStorage:
             self._write(call.part(late), k.part(late), v.part(late))
         return out.reshape(call.q.shape[0], -1)
 
+    def _encode(self, call: AttentionCall) -> tuple[Coded, Coded]:
+        coded_k = self.cache.to_encode(call.layer, call.exact_k)
+        return self.encoder.encode(call.layer, call.slots, call.positions, coded_k, call.exact_v)
+
     def _write(self, call: AttentionCall, k: Coded, v: Coded) -> None:
+        self._store(call, k, v)
+        if self.repaired is not None:
+            self.repaired.shadow.put(call.layer, call.slots, call.exact_k, call.exact_v)
+
+    def _store(self, call: AttentionCall, k: Coded, v: Coded) -> None:
         if k.codes is None or v.codes is None:
             raise UnsupportedError(f"quantizer {self.encoder.quantizer.name!r} gives no codes to pack")
         self.cache.write(call.layer, call.slots, call.exact_k, call.exact_v, k.codes, v.codes)
-        if self.repaired is not None:
-            self.repaired.shadow.put(call.layer, call.slots, call.exact_k, call.exact_v)
 
     def _gate(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float], out: Tensor) -> None:
         """Gate the planned rows; repaired rows of out [N, H, Dv] are computed again."""
