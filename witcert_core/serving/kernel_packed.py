@@ -237,7 +237,7 @@ class KernelPacked(PackedStorage):
         }
 
     def append(self, call: AttentionCall, slots: Tensor) -> None:
-        """The call's tokens as codes, scales, witness and outliers into `slots` [N] (negative: nowhere). Device only."""
+        """The call's tokens as codes, scales, witness and outliers into `slots` [N]; negative: nowhere. Device only."""
         layer = self.cache[call.layer]
         append_int8(
             call.exact_k.contiguous(),
