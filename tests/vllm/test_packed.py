@@ -54,6 +54,20 @@ def assert_second_time_is_alike(engine: Engine, prompt: str) -> None:
     assert warm.summary["audit"]["violations"] == 0
 
 
+def test_a_prefix_is_shared_in_the_pass_that_computes_it(checkpoint: Path, tmp_path: Path) -> None:
+    """vLLM hands the blocks of a prompt to an equal one of the same batch, before anything is in them."""
+    (prompt,) = prompts(seed=65, num_tokens=256)[:1]
+    gate = {"kind": "certified", "tau": 0.002, "target": "tv"}
+    for name, sections in (("observe", {}), ("gated", {"gate": gate})):
+        with running_engine(checkpoint, tmp_path / name, policy("int8_dither_w", "packed", **sections)) as engine:
+            answers = engine.ask([prompt] * 3, ignore_eos=True)
+        assert [answer.cached for answer in answers] == [0, 128, 128]
+        assert len({tuple(answer.tokens) for answer in answers}) == 1
+        for answer in answers:
+            assert answer.summary["audit"]["violations"] == 0
+            assert answer.summary["worst"]["meter"] < 0.2  # not 1: nothing is read that nobody wrote
+
+
 def test_a_gate_repairs_over_packed_pages(checkpoint: Path, tmp_path: Path) -> None:
     gate = {"kind": "certified", "tau": 0.002, "target": "tv"}
     with running_engine(checkpoint, tmp_path, policy("int8_dither_w", "packed", gate=gate)) as engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,19 @@ class Gathered:
     def read(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values by place."""
         return self.k.index_select(0, places), self.v.index_select(0, places)
+
+    def with_exact(self, slots: Tensor, k: Tensor, v: Tensor) -> Gathered:
+        """The same where `slots` [N] give exact k [N, Hkv, D] and v [N, Hkv, Dv], whichever request reads them.
+
+        An engine may hand out a prefix in the very pass that computes it: what is not written yet cannot be read.
+        """
+        order = slots.argsort()
+        nearest = torch.searchsorted(slots[order], self.slots).clamp(max=slots.numel() - 1)
+        place = order[nearest]
+        exact = slots[place] == self.slots
+        own_k, own_v = self.k.clone(), self.v.clone()
+        own_k[exact], own_v[exact] = k[place[exact]].to(own_k), v[place[exact]].to(own_v)
+        return replace(self, k=own_k, v=own_v, radii=replace(self.radii, exact=exact))
 
     def seen(self, rows: Sequence[MeteredRow]) -> list[Tensor]:
         """The places [S] that each row sees."""

@@ -116,8 +116,10 @@ class PackedStorage:
         if early.any():
             self._write(call.part(early), k.part(early), v.part(early))
         source = self.cache if self.repaired is None else self.repaired
-        own = call.own(plan.new_tokens)
-        read = gather(plan.requests, source[call.layer], lambda flat: source.read(call.layer, flat), own)
+        read = gather(plan.requests, source[call.layer], lambda flat: source.read(call.layer, flat))
+        if late.any():
+            own = call.part(late)
+            read = read.with_exact(own.slots, own.exact_k, own.exact_v)
         out = attend(call.q, read, plan.new_tokens, call.sm_scale)
         if self.repairer is None:
             self._measure(call, read, plan, step, deltas)
