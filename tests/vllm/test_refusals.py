@@ -138,6 +138,8 @@ FINE = {name: allowed for name, (allowed, _) in support.REFUSED_OPTIONS.items()}
         ("decode_context_parallel_size", 2, "context"),
         ("prefill_context_parallel_size", 2, "context"),
         ("speculative_config", {"method": "ngram"}, "speculative decoding"),
+        ("spec_method", "ngram", "speculative decoding"),
+        ("spec_tokens", 2, "speculative decoding"),
         ("kv_offloading_size", 4.0, "--kv-offloading-size"),
         ("kv_sharing_fast_prefill", True, "shared KV"),
         ("enable_dbo", True, "dual-batch"),
@@ -152,12 +154,24 @@ def test_options_refused_by_name(option: str, value: object, named: str) -> None
         support.check_engine_args(SimpleNamespace(**{**FINE, option: value}))
 
 
+def test_what_no_option_asked_for_is_refused() -> None:
+    """A model in speculators format names a draft model; VLLM_DP_SIZE makes replicas."""
+    speculative, replicas = SimpleNamespace(method="eagle3"), SimpleNamespace(data_parallel_size=2)
+    alone = SimpleNamespace(data_parallel_size=1)
+    support.check_resolved(SimpleNamespace(speculative_config=None, parallel_config=alone))
+    with pytest.raises(UnsupportedError, match=r"'eagle3'.*speculative decoding"):
+        support.check_resolved(SimpleNamespace(speculative_config=speculative, parallel_config=alone))
+    with pytest.raises(UnsupportedError, match="data parallelism"):
+        support.check_resolved(SimpleNamespace(speculative_config=None, parallel_config=replicas))
+
+
 def model(**changes: object) -> SimpleNamespace:
     fields = {
         "hf_config": SimpleNamespace(architectures=["M"]),
         "use_mla": False,
         "runner_type": "generate",
         "is_encoder_decoder": False,
+        "is_diffusion": False,
         "is_hybrid": False,
         "is_attention_free": False,
         "dtype": torch.float32,
@@ -174,6 +188,7 @@ def test_models_refused_by_name() -> None:
         ({"use_mla": True}, "MLA"),
         ({"runner_type": "pooling"}, "does not generate"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"is_diffusion": True}, "diffusion"),
         ({"is_hybrid": True}, "without a KV cache"),
         ({"head": 72}, "head_dim 72"),
     ):

@@ -30,13 +30,17 @@ WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "witcert_vllm.gpu_worker.MeteredGPUWorker",
 }
 
+_SPECULATIVE = "speculative decoding: verified rows are not metered"
 # Engine option -> (value that is fine, why the rest is refused).
 REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "pipeline parallelism: layers of other ranks would be missing from the report"),
     "data_parallel_size": (1, "data parallelism: requests of other replicas would be missing from the report"),
     "decode_context_parallel_size": (1, "decode context parallelism: a rank sees a part of the tokens only"),
     "prefill_context_parallel_size": (1, "prefill context parallelism: a rank sees a part of the tokens only"),
-    "speculative_config": (None, "speculative decoding: verified rows are not metered"),
+    "speculative_config": (None, _SPECULATIVE),
+    "spec_method": (None, _SPECULATIVE),
+    "spec_model": (None, _SPECULATIVE),
+    "spec_tokens": (None, _SPECULATIVE),
     "kv_offloading_size": (None, "KV offloading: it moves keys without their witnesses"),
     "kv_sharing_fast_prefill": (False, "fast prefill over shared KV: its rows are not planned"),
     "enable_dbo": (False, "dual-batch overlap: half-batches are not planned"),
@@ -75,6 +79,22 @@ def check_engine_args(args: Any) -> None:
             raise UnsupportedError(f"{flag} {value}: {why}; use {allowed!r} or unset WITCERT_POLICY")
 
 
+def check_resolved(config: Any) -> None:
+    """Raise UnsupportedError for what no option asked for: models name speculators, VLLM_DP_SIZE makes replicas."""
+    speculative = config.speculative_config
+    found = {
+        "speculative_config": None if speculative is None else speculative.method,
+        "data_parallel_size": config.parallel_config.data_parallel_size,
+    }
+    for option, value in found.items():
+        allowed, why = REFUSED_OPTIONS[option]
+        if value != allowed:
+            raise UnsupportedError(
+                f"{option} became {value!r} without an option for it (by the model's files or the environment): {why}; "
+                "serve it without that, or unset WITCERT_POLICY"
+            )
+
+
 def check_connector(transfer_config: Any, policy: Policy) -> None:
     """Raise UnsupportedError for a KV connector beside which tokens would be read whose error nobody knows."""
     if transfer_config is None:
@@ -94,6 +114,7 @@ def check_connector(transfer_config: Any, policy: Policy) -> None:
 
 def check_config(config: Any, policy: Policy) -> None:
     """Raise UnsupportedError for a resolved `VllmConfig` the meter does not follow."""
+    check_resolved(config)
     check_model(config.model_config, config.device_config.device_type)
     device = config.device_config.device_type
     if policy.meters_engine:
@@ -141,6 +162,8 @@ def check_model(model: Any, device: str) -> None:
         raise UnsupportedError(f"{name} does not generate text; metered are generating models")
     if model.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder model; metered are decoder-only models")
+    if model.is_diffusion:
+        raise UnsupportedError(f"{name} generates by diffusion, attending both ways; metered are causal models")
     if model.is_hybrid or model.is_attention_free:
         raise UnsupportedError(f"{name} has layers without a KV cache; metered are models of attention layers only")
     if device != "cpu" and model.dtype == torch.float32:
