@@ -126,3 +126,20 @@ def test_an_aborted_request_is_reported_and_forgotten(busy: Engine) -> None:
     assert summary["finish_reason"] == "abort"
     assert summary["rows_metered"] > 0
     assert not busy.llm.llm_engine.engine_core.engine_core.scheduler.connector.ledger._requests
+
+
+def test_an_id_used_again_answers_with_its_own_choices(busy: Engine) -> None:
+    """Clients choose ids: a later request must not carry the choices of an earlier one, nor those of a like id."""
+    from vllm import SamplingParams
+    from witcert_vllm.http import STATE
+
+    engine = busy.llm.llm_engine
+    (prompt,) = prompts(seed=38)[:1]
+    carried = []
+    for name, count in (("again", 3), ("again-0", 1), ("again", 1)):
+        engine.add_request(name, prompt, SamplingParams(temperature=1, n=count, max_tokens=2, ignore_eos=True))
+        while engine.has_unfinished_requests():
+            carried += [out.kv_transfer_params["witcert"] for out in engine.step() if out.finished]
+    assert [len(summaries) for summaries in carried] == [3, 1, 1]
+    assert STATE.find("again") == carried[2]
+    assert STATE.find("again-0") == carried[1]

@@ -99,6 +99,14 @@ def test_a_chat_is_answered_alike(server: Server) -> None:
     assert streamed["worst"]["meter"] == pytest.approx(summary["worst"]["meter"])
 
 
+def test_a_response_is_found_by_its_id(server: Server) -> None:
+    body = {"model": "m", "input": prompts(seed=12)[0], "max_output_tokens": 4}
+    with server.client() as client:
+        answer = client.post("/v1/responses", json=body).raise_for_status().json()
+    summary = fetch(server, f"/witcert/requests/{answer['id']}").json()
+    assert summary["rows_metered"] == answer["usage"]["output_tokens"] - 1
+
+
 def test_several_prompts_are_found_by_their_answer(server: Server) -> None:
     answer = complete(server, [prompts(seed=seed)[0] for seed in (9, 10)])
     found = fetch(server, f"/witcert/requests/{answer['id']}").json()
@@ -117,19 +125,41 @@ def test_a_streamed_answer_is_found_by_its_id(server: Server) -> None:
     assert "nobody" in missing.json()["error"]
 
 
+def test_an_id_may_have_slashes(server: Server) -> None:
+    body = {"model": "m", "prompt": prompts(seed=11)[0], "max_tokens": 2}
+    with server.client() as client:
+        answer = client.post("/v1/completions", json=body, headers={"X-Request-Id": "team/7"}).json()
+    assert fetch(server, "/witcert/requests/cmpl-team/7").json() == answer["kv_transfer_params"]["witcert"][0]
+
+
+def eventually_found(server: Server, answer_id: str) -> dict[str, Any]:
+    """The summary of a request that vLLM's scheduler hears of after its client."""
+    for _ in range(100):
+        found = fetch(server, f"/witcert/requests/{answer_id}")
+        if found.status_code == 200:
+            break
+        time.sleep(0.1)
+    summary: dict[str, Any] = found.raise_for_status().json()
+    return summary
+
+
 def test_a_client_that_leaves_is_reported(server: Server) -> None:
     body = {"model": "m", "prompt": prompts(seed=6)[0], "max_tokens": 600, "ignore_eos": True, "stream": True}
     with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
         first = next(line for line in response.iter_lines() if line.startswith("data: {"))
     answer_id = json.loads(first.removeprefix("data: "))["id"]
-    log = server.log.with_name("records.jsonl")
-    for _ in range(100):
-        records = [json.loads(line) for line in log.read_text().splitlines()]
-        ended = [r for r in records if r["request_id"].startswith(answer_id) and r["schema"] == "witcert.request/1"]
-        if ended:
-            break
-        time.sleep(0.1)
-    assert [r["finish_reason"] for r in ended] == ["abort"]
+    summary = eventually_found(server, answer_id)
+    assert summary["finish_reason"] == "abort"
+    records = [json.loads(line) for line in server.log.with_name("records.jsonl").read_text().splitlines()]
+    assert summary in records
+
+
+def test_an_answer_ended_by_a_stop_string_is_found_by_its_id(server: Server) -> None:
+    answer = complete(server, prompts(seed=13)[0], stop=[" "], ignore_eos=True, max_tokens=600)
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    summary = eventually_found(server, answer["id"])
+    assert summary["finish_reason"] == "abort"
+    assert summary["rows_metered"] >= answer["usage"]["completion_tokens"] - 1
 
 
 def test_prometheus(server: Server) -> None:
