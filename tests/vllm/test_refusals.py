@@ -80,6 +80,15 @@ def test_mla_stops_the_server(checkpoint: Path, tmp_path: Path, monkeypatch: pyt
     assert "MLA" in refused_config(model, write_policy(tmp_path / "p.yaml", **NONE), monkeypatch)
 
 
+def test_a_sliding_window_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    """Not a worker, whose refusal would be a line in a heap of tracebacks."""
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    changes = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+    written = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**written, **changes}))
+    assert "sliding window of 64" in refusal(*launch(model, write_policy(tmp_path / "p.yaml", **NONE)))
+
+
 def test_layers_and_files_that_are_not_there(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = write_policy(tmp_path / "p.yaml", **NONE, meter={"layers": [9]})
     assert "meter.layers" in refused_config(checkpoint, policy, monkeypatch)
@@ -176,14 +185,19 @@ def model(**changes: object) -> SimpleNamespace:
         "is_attention_free": False,
         "dtype": torch.float32,
         "head": 64,
+        "window": None,
+        "layer_types": ["full_attention"],
     }
     made = SimpleNamespace(**{**fields, **changes})
     made.get_head_size = lambda: made.head
+    made.get_sliding_window = lambda: made.window
+    made.hf_text_config = SimpleNamespace(layer_types=made.layer_types)
     return made
 
 
 def test_models_refused_by_name() -> None:
     support.check_model(model(), "cpu")
+    support.check_model(model(window=128), "cpu")  # of no layer
     for changes, named in (
         ({"use_mla": True}, "MLA"),
         ({"runner_type": "pooling"}, "does not generate"),
@@ -191,6 +205,9 @@ def test_models_refused_by_name() -> None:
         ({"is_diffusion": True}, "diffusion"),
         ({"is_hybrid": True}, "without a KV cache"),
         ({"head": 72}, "head_dim 72"),
+        ({"window": 128, "layer_types": None}, "sliding window of 128"),
+        ({"window": 128, "layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"layer_types": ["chunked_attention"]}, "chunked local"),
     ):
         with pytest.raises(UnsupportedError, match=named):
             support.check_model(model(**changes), "cpu")
@@ -209,6 +226,26 @@ def test_caches_refused_by_name() -> None:
     support.check_specs({"l": FullAttentionSpec(**shape)})
     with pytest.raises(UnsupportedError, match="SlidingWindowSpec"):
         support.check_specs({"l": SlidingWindowSpec(**shape, sliding_window=64)})
+
+
+def test_a_worker_says_in_one_line_what_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    """What only the layers show: vLLM's processes each add a traceback."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+    from vllm.v1.worker.worker_base import WorkerBase
+    from witcert_vllm.worker import MeteredWorker
+
+    class Stock(WorkerBase):
+        def determine_available_memory(self) -> int:
+            return 1 << 20
+
+    class Worker(MeteredWorker, Stock):
+        def __init__(self) -> None:
+            spec = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=9)
+            self.rank, self.model_runner = 0, SimpleNamespace(get_kv_cache_spec=lambda: {"l": spec})
+
+    with pytest.raises(UnsupportedError):
+        Worker().determine_available_memory()
+    assert capsys.readouterr().err.startswith("witcert: layer l keeps its cache as SlidingWindowSpec")
 
 
 def test_connectors() -> None:

@@ -166,6 +166,7 @@ def check_model(model: Any, device: str) -> None:
         raise UnsupportedError(f"{name} generates by diffusion, attending both ways; metered are causal models")
     if model.is_hybrid or model.is_attention_free:
         raise UnsupportedError(f"{name} has layers without a KV cache; metered are models of attention layers only")
+    check_layer_types(name, model)
     if device != "cpu" and model.dtype == torch.float32:
         raise UnsupportedError(
             f"{name} in float32 on {device!r}: the engine multiplies in TF32 there, whose rounding no radius covers; "
@@ -176,6 +177,22 @@ def check_model(model: Any, device: str) -> None:
         raise UnsupportedError(
             f"{name} has head_dim {head_dim}; metered are multiples of 16 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
         )
+
+
+def check_layer_types(name: str, model: Any) -> None:
+    """Raise UnsupportedError where a model's configuration already says that its tokens leave the cache.
+
+    `check_specs` and `attention_layers` look at the layers themselves, but in a worker, long after the start.
+    """
+    window = model.get_sliding_window()
+    types = getattr(model.hf_text_config, "layer_types", None) or ()
+    if window is not None and ("sliding_attention" in types or not types):
+        raise UnsupportedError(
+            f"{name} has layers with a sliding window of {window} tokens; metered are layers that keep every token in "
+            "the cache (--disable-sliding-window, where the window is as long as you need)"
+        )
+    if "chunked_attention" in types:
+        raise UnsupportedError(f"{name} has layers with chunked local attention; metered is attention to all tokens")
 
 
 def check_cache_dtype(cache_dtype: str, model_dtype: torch.dtype) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
-from witcert_core.errors import UnsupportedError
+from witcert_core.errors import UnsupportedError, WitCertError
 from witcert_core.serving.banner import banner
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.engine_cache import EngineCache
@@ -29,16 +29,35 @@ from witcert_vllm.rotary import rotary_modules
 from witcert_vllm.runtime import VllmRuntime
 from witcert_vllm.sizes import side_bytes_per_token
 
+T = TypeVar("T")
+
+
+def names_refusals(method: Callable[..., T]) -> Callable[..., T]:
+    """A refusal in a worker process ends in tracebacks of vLLM's, in every process: first it is said in one line."""
+
+    @functools.wraps(method)
+    def wrapper(worker: Any, *args: Any, **kwargs: Any) -> T:
+        try:
+            return method(worker, *args, **kwargs)
+        except WitCertError as error:
+            if worker.rank == 0:
+                print(f"witcert: {error}", file=sys.stderr, flush=True)
+            raise
+
+    return wrapper
+
 
 class MeteredWorker(WorkerBase):
     """What is added to a worker class; `cpu_worker.py` and `gpu_worker.py` combine it with vLLM's."""
 
+    @names_refusals
     def init_device(self) -> None:
         process.set_runtime(None)
         backends.take_over(support.BACKENDS)
         super().init_device()
         name_requests(self.model_runner)
 
+    @names_refusals
     def determine_available_memory(self) -> int:
         """vLLM's figure less the share that witnesses and row ids will take."""
         available: int = super().determine_available_memory()
@@ -47,6 +66,7 @@ class MeteredWorker(WorkerBase):
         page = sum(spec.page_size_bytes / spec.block_size for spec in specs.values())
         return int(available * page / (page + side_bytes_per_token(current(), self.vllm_config, specs)))
 
+    @names_refusals
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
         installation = current()
