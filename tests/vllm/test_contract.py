@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,14 @@ def test_the_doctor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_doctor_names_what_is_no_model_and_more_outliers_than_a_head_has(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (finding,) = of_model(str(tmp_path), POLICY)
-    assert (finding.level, finding.subject) == ("refused", "model")
-    assert str(tmp_path) in finding.text
-    assert "\n" not in finding.text
-    assert "input_value" not in finding.text
+    wrong_type = {**json.loads((checkpoint / "config.json").read_text()), "num_hidden_layers": "four"}
+    for content in ({}, [], None, wrong_type):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        (finding,) = of_model(str(tmp_path), POLICY)
+        assert (finding.level, finding.subject) == ("refused", "model")
+        assert str(tmp_path) in finding.text
+        assert "\n" not in finding.text
+        assert "input_value" not in finding.text
     quantizer = {"name": "int8_dither_bypass", "storage": "packed", "params": {"pairs": 999}}
     *_, last = of_model(str(checkpoint), parse_policy({"version": 1, "quantizer": quantizer}))
     assert last.level == "refused"

@@ -80,6 +80,7 @@ def sharing(policy: Policy) -> Iterator[Finding]:
 
 def of_model(path: str, policy: Policy) -> Iterator[Finding]:
     """What of this model would be metered under the policy."""
+    from huggingface_hub.errors import StrictDataclassError
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
@@ -88,7 +89,8 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
 
     try:
         config = EngineArgs(model=path).create_model_config()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
+        # The last three: a config.json that is no mapping, or has a value of another type than its model's.
         yield unreadable(path, error)
         return
     yield checked("model", support.check_model, config, current_platform.device_type)
