@@ -15,12 +15,18 @@ import pytest
 pytestmark = pytest.mark.sglang
 
 
+def hear_ctrl_c() -> None:
+    """Tests that a shell runs in the background are deaf to it, and so would be what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(logs: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
     """The demonstration with a mark in its environment, by which its servers are found again."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     env = {**os.environ, "WITCERT_TEST_DEMO": mark}
     command = [sys.executable, "-m", "witcert_demo", "--logs", str(logs), *options]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), mark
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=env, preexec_fn=hear_ctrl_c, **out), mark
 
 
 def marked(mark: str) -> list[psutil.Process]:
