@@ -258,7 +258,10 @@ def test_connectors() -> None:
     assert config.has_own(both)
     names = [child["kv_connector"] for child in both.kv_connector_extra_config["connectors"]]
     assert names == ["WitCertConnector", "ExampleConnector"]
-    assert config.with_connector(None).kv_connector == "WitCertConnector"
+    alone = config.with_connector(None)
+    assert alone.kv_connector == "WitCertConnector"
+    # To a consumer vLLM gives blocks back late, and it takes embeddings from clients for one.
+    assert not alone.is_kv_consumer
     for policy, named in (
         ({"quantizer": {"name": "int8_dither", "storage": "packed"}}, "packed"),
         ({**NONE, "gate": {"kind": "combined"}}, "gate.kind"),

@@ -49,11 +49,15 @@ def _create(installation: Installation, original: Callable[..., Any], args: Any,
 
 
 def own_connector(beside: bool) -> dict[str, Any]:
-    """Our connector as `--kv-transfer-config` would name it; `beside` another one, which may load tokens."""
+    """Our connector as `--kv-transfer-config` would name it; `beside` another one, which may load tokens.
+
+    A producer alone: for a consumer vLLM holds back the blocks of ended requests while batches overlap, so that its
+    prefix cache cannot be reset under load, and takes multi-modal embeddings from clients.
+    """
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": _CONNECTOR_MODULE,
-        "kv_role": "kv_both",
+        "kv_role": "kv_producer",
         "kv_connector_extra_config": {"beside": beside},
     }
 
