@@ -21,7 +21,8 @@ def tokens_per_gb(
     if policy is not None:
         path = work / f"{name}.yaml"
         path.write_text(yaml.safe_dump({"version": 1, **policy}))
-    options = ["--dtype", "bfloat16", "--kv-cache-dtype", dtype, "--mem-fraction-static", "0.35"]  # SGLang rounds the pool to 10 MB
+    # A large pool: its size is said in steps of 10 MB.
+    options = ["--dtype", "bfloat16", "--kv-cache-dtype", dtype, "--mem-fraction-static", "0.35"]
     options += ["--max-total-tokens", "100000000"]
     with running_server(model, policy=path, log=work / f"{name}.log", options=options) as server:
         with server.client() as client:
