@@ -10,7 +10,8 @@ writes wait until somebody asks (`waiting.py`); every way to the side tensors of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +23,7 @@ from witcert_core.packed import checked_scales, half_step_radius
 from witcert_core.quantizers.base import Encoded, Quantizer
 from witcert_core.radii import radius_dither, radius_group_witness, radius_witness
 from witcert_core.sketch import Sketch, decode_sketch, encode_sketch, value_bands
-from witcert_core.waiting import Waiting, Write
+from witcert_core.waiting import Waiting, Write, joined
 from witcert_core.witness import decode_norm, encode_norm_up, value_codes, witness_codes
 
 UNKNOWN_CODE = 255  # decodes to +inf
@@ -259,32 +260,46 @@ class SlotStore:
         scales of a dithered quantizer; without them a dithered layer counts as unquantized and only an exact write is
         accepted.
         """
-        self.keep(layer, slots, exact_k, exact_v)
-        write = Write(slots, exact_k, exact_v, stored_k, stored_v, encoded_k, encoded_v)
-        if self.recorder is not None:
-            self._account(self._layers[layer], write)
-        elif not self._waiting[layer].add(write):
-            self._account(self._settled(layer), write)
+        with self._void_if_it_fails([layer], slots):
+            self.keep(layer, slots, exact_k, exact_v)
+            write = Write(slots, exact_k, exact_v, stored_k, stored_v, encoded_k, encoded_v)
+            if self.recorder is not None:
+                self.recorder(self._layers[layer], write)
+            elif not self._waiting[layer].add(write):
+                self._account(self._settled(layer), write)
 
     def _settled(self, layer: int) -> LayerSlots:
         """The side tensors of a layer with every write accounted for."""
-        side = self._layers[layer]
-        for write in self._waiting[layer].take():
-            self._account(side, write)
+        side, waited = self._layers[layer], self._waiting[layer].take()
+        accounted, done = 0, not waited
+        try:
+            for write in joined(waited):
+                self._account(side, write)
+                accounted += 1
+            done = True
+        finally:
+            if not done:  # the slots were written all the same: what they said before is void
+                for write in waited[accounted:]:
+                    side.fill(write.slots, UNKNOWN_CODE)
         return side
 
-    def _account(self, side: LayerSlots, write: Write) -> None:
-        known = False
+    @contextmanager
+    def _void_if_it_fails(self, layers: Iterable[int], slots: Tensor) -> Iterator[None]:
+        """Whatever raises within, `slots` [N] have changed: they become unknown, as do writes that wait."""
+        done = False
         try:
-            if self.recorder is not None:
-                self.recorder(side, write)
-            else:
-                for piece in write.split():
-                    self._remember(side, piece)
-            known = True
+            yield
+            done = True
         finally:
-            if not known:  # the slots were written all the same: what they said before is void
-                side.fill(write.slots, UNKNOWN_CODE)
+            if not done:
+                for layer in layers:
+                    for write in self._waiting[layer].take():
+                        self._layers[layer].fill(write.slots, UNKNOWN_CODE)
+                    self._layers[layer].fill(slots, UNKNOWN_CODE)
+
+    def _account(self, side: LayerSlots, write: Write) -> None:
+        for piece in write.split():
+            self._remember(side, piece)
 
     def _remember(self, side: LayerSlots, write: Write) -> None:
         slots = write.slots
@@ -313,7 +328,9 @@ class SlotStore:
     def _write_dithered(self, side: LayerSlots, write: Write) -> None:
         slots, encoded = write.slots, write.encoded_k
         if encoded is None or side.scales is None:
-            same = (write.exact_k == write.stored_k).flatten(1).all(1)
+            pairs = (write.exact_k, write.stored_k), (write.exact_v, write.stored_v)
+            alike = [((exact == stored) & exact.isfinite()).flatten(1).all(1) for exact, stored in pairs]
+            same = torch.stack(alike).all(0)
             side.fill(slots[same], EXACT_CODE)
             side.fill(slots[~same], UNKNOWN_CODE)
             return
@@ -332,16 +349,19 @@ class SlotStore:
 
     def move(self, target: Tensor, source: Tensor) -> None:
         """The engine copied rows of its pool, all layers: `source` [N] onto `target` [N]; what is known goes along."""
-        for layer in self._layers:
-            for tensor in self._settled(layer).tensors():
-                tensor[target] = tensor[source]
+        with self._void_if_it_fails(self._layers, target):
+            for layer in self._layers:
+                for tensor in self._settled(layer).tensors():
+                    tensor[target] = tensor[source]
         for kept in (*self.exact_k.values(), *self.exact_v.values()):
             kept[target] = kept[source]
 
     def mark_exact(self, layer: int, slots: Tensor) -> None:
         """The pool holds exactly what the run handed over in `slots` (radius 0)."""
-        self._settled(layer).fill(slots, EXACT_CODE)
+        with self._void_if_it_fails([layer], slots):
+            self._settled(layer).fill(slots, EXACT_CODE)
 
     def mark_unknown(self, layer: int, slots: Tensor) -> None:
         """Nothing is known about `slots` any more (radius infinity)."""
-        self._settled(layer).fill(slots, UNKNOWN_CODE)
+        with self._void_if_it_fails([layer], slots):
+            self._settled(layer).fill(slots, UNKNOWN_CODE)

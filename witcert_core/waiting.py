@@ -77,15 +77,20 @@ class Waiting:
         return True
 
     def take(self) -> list[Write]:
-        """What waited, in as few writes as leave the last one into a slot the last; none wait afterwards."""
+        """What waited; nothing waits afterwards."""
         writes, self._writes, self._tokens = self._writes, [], 0
-        if len(writes) < 2:
-            return writes
-        slots = torch.cat([write.slots for write in writes])
-        kind = writes[0].kind
-        if any(write.kind != kind for write in writes) or torch.unique(slots).numel() < slots.numel():
-            return writes
-        return [_mapped(writes, torch.cat)]
+        return writes
+
+
+def joined(writes: list[Write]) -> list[Write]:
+    """The same in as few writes as leave the last one into a slot the last."""
+    if len(writes) < 2:
+        return writes
+    slots = torch.cat([write.slots for write in writes])
+    kind = writes[0].kind
+    if any(write.kind != kind for write in writes) or torch.unique(slots).numel() < slots.numel():
+        return writes
+    return [_mapped(writes, torch.cat)]
 
 
 def _mapped(writes: list[Write], of: Callable[[list[Tensor]], Tensor]) -> Write:

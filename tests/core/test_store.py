@@ -145,6 +145,22 @@ def test_a_dithered_layer_left_unquantized_is_exact_or_unknown(name: str) -> Non
     assert not radius[:, 1:].any()
 
 
+@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize("spoilt", [1.0, math.inf], ids=["changed", "infinite"])
+def test_an_unquantized_token_of_a_dithered_layer_is_exact_in_keys_and_values_or_unknown(
+    kind: str, spoilt: float
+) -> None:
+    side, slots, t = written("int8_dither", 64, torch.float32)
+    same = {x: t["exact_" + x[-1]].clone() for x in t}
+    same[f"stored_{kind}"][3, 1, 2] += spoilt
+    if math.isinf(spoilt):  # stored as handed over, but no number
+        same[f"exact_{kind}"] = same[f"stored_{kind}"]
+    side.write(LAYER, slots, **same)
+    radius, exact = side[LAYER].value_radius(slots), side[LAYER].is_exact(slots)
+    assert radius[3].isinf().all()
+    assert exact.tolist() == [place != 3 for place in range(20)]
+
+
 def test_spoiled_keys_are_unknown() -> None:
     side, slots, t = written("int4_token_group", 64, torch.float32)
     bad = t["stored_k"].clone()

@@ -131,3 +131,27 @@ def test_a_write_that_fails_leaves_its_slots_unknown() -> None:
         failing[LAYER]
     assert (failing[LAYER].value_witness[5:7] == 255).all()
     assert (failing[LAYER].value_witness[4] < 255).all()
+
+
+@pytest.mark.parametrize("later", [[4, 5], [4, 6], [8]], ids=["apart", "overlapping", "refused beside it"])
+@pytest.mark.parametrize("then", ["ask", "write", "exact", "move"])
+def test_writes_beside_one_that_fails_are_no_longer_what_they_were(later: list[int], then: str) -> None:
+    """Slots 4 and 5 are known, then written again beside a write that cannot be accounted for."""
+    failing = store("int8_token_group")
+    failing.write(LAYER, torch.tensor([4, 5]), **tokens("int8_token_group", 2, 0))  # type: ignore[arg-type]
+    assert (failing[LAYER].value_witness[[4, 5]] < 255).all()
+    bad = tokens("int8_token_group", 2, 1) | {"stored_k": torch.zeros(2, HKV, D - 1)}
+    failing.write(LAYER, torch.tensor([6, 7]), **bad)  # type: ignore[arg-type]
+    failing.write(LAYER, torch.tensor(later), **tokens("int8_token_group", len(later), 2))  # type: ignore[arg-type]
+    more = tokens("int8_token_group", SMALL + 1, 3)
+    long = torch.arange(20, 20 + SMALL + 1)
+    last, attempt = {
+        "ask": ([6, 7], lambda: failing[LAYER]),
+        "write": ([6, 7, *long], lambda: failing.write(LAYER, long, **more)),
+        "exact": ([6, 7, 9], lambda: failing.mark_exact(LAYER, torch.tensor([9]))),
+        "move": ([6, 7, 8], lambda: failing.move(torch.tensor([8]), torch.tensor([5]))),
+    }[then]
+    with pytest.raises((ValueError, RuntimeError)):
+        attempt()  # type: ignore[no-untyped-call]
+    unknown = (failing[LAYER].value_witness == 255).all(1)
+    assert unknown[[*last, *later]].all(), "what a slot said before is of another token"
