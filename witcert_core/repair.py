@@ -266,7 +266,11 @@ class _HeadRows:
         if self.sinks is not None:
             logits = torch.cat([logits, self.sinks[:, None].float()], -1)
         weights = torch.softmax(logits, -1)[:, : k.shape[0]]
-        out = weights @ v[:, 0].float()
+        values = v[:, 0].float()
+        known = values.isfinite()
+        out = weights @ values.where(known, 0.0)
+        if not bool(known.all()):  # 0 times what is no number would spoil the rows that do not see it as well
+            out = out.masked_fill(self.seen.float() @ (~known).float() > 0, float("nan"))
         return out.to(self.rows.q.dtype).view(-1, self.group, out.shape[-1])
 
     def truth(self) -> Tensor | None:

@@ -174,9 +174,18 @@ def attend(q: Tensor, read: Gathered, new: list[int], sm_scale: float) -> Tensor
         total = k.shape[1]
         seen = torch.ones(count, total, dtype=torch.bool, device=q.device).tril(total - count)
         mine = q[token : token + count].float().transpose(0, 1)
-        out = scaled_dot_product_attention(
-            mine[None], k[None], v[None], attn_mask=seen, scale=sm_scale, enable_gqa=True
-        )
-        outputs.append(out[0].transpose(0, 1))
+        # A mask does not keep what is no number from rows that do not see it: those are then taken one by one.
+        apart = count > 1 and not bool(k.isfinite().all() & v.isfinite().all())
+        for rows in [slice(i, i + 1) for i in range(count)] if apart else [slice(0, count)]:
+            end = total - count + rows.stop
+            out = scaled_dot_product_attention(
+                mine[None, :, rows],
+                k[None, :, :end],
+                v[None, :, :end],
+                attn_mask=seen[rows, :end],
+                scale=sm_scale,
+                enable_gqa=True,
+            )
+            outputs.append(out[0].transpose(0, 1))
         token += count
     return torch.cat(outputs).to(q.dtype)
