@@ -20,6 +20,7 @@ from witcert_core.kernels.common.device import (
     meter_values,
     meter_weights,
     query_length,
+    sees_some,
     soft_cap,
     softmax_radius,
     squares,
@@ -220,6 +221,6 @@ def certify_split(
         values = meter_values(values, factor, w, v_square, tl.where(live, rho, 0.0), seen)
 
     meta = part_m_ptr + ((row * num_qo_heads + head) * num_splits + split) * _FIELDS
-    store_sums(meta, ref, total, valid)
+    store_sums(meta, ref, total, valid, sees_some(valid, first, limit, begin, end, WINDOW, MULTI))
     tl.store(meta + 14, tl.max(omega_max, 0), mask=valid)
     meter_store(weights, values, meta, valid, length_q < float("inf"), N)

@@ -27,6 +27,7 @@ _FAR = tl.constexpr(slack.FAR)
 _CAST = tl.constexpr(slack.CAST)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(slack.META_FIELDS)
+_LOWEST = tl.constexpr(-(2.0**30))
 _LOG2E_UP = tl.constexpr(1.4426950408889634 * (1.0 + 2.0**-22))
 
 
@@ -177,9 +178,24 @@ def meter_values(lanes, factor, w, v_square, rho, visible):
 
 
 @triton.jit
-def store_sums(ptr, ref, total, mask):
-    """Fields 0 and 1 of a split at ``ptr [M]``: the reference, and the sum of the weights ``[N, M]``."""
-    tl.store(ptr, ref, mask=mask)
+def sees_some(valid, first, limit, begin, end, WINDOW: tl.constexpr, MULTI: tl.constexpr):
+    """Whether a pair ``[M]`` sees a token of the split ``begin .. end``, of which each request has some."""
+    sees = valid
+    if WINDOW:
+        sees = sees & (first < end)
+    if MULTI:
+        sees = sees & (limit > begin)
+    return sees
+
+
+@triton.jit
+def store_sums(ptr, ref, total, mask, sees):
+    """Fields 0 and 1 of a split at ``ptr [M]``: the reference, and the sum of the weights ``[N, M]``.
+
+    ``-inf`` says that a pair sees nothing here, and the merge then leaves the split out. A pair that does, but no logit
+    above ``-inf`` (no maximum remembers a NaN), gets the lowest reference instead, so that what is unknown is merged.
+    """
+    tl.store(ptr, tl.where(sees & (ref == float("-inf")), _LOWEST, ref), mask=mask)
     tl.store(ptr + 1, tl.sum(total, 0), mask=mask)
 
 

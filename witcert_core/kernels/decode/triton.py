@@ -27,6 +27,7 @@ from witcert_core.kernels.common.device import (
     meter_values,
     meter_weights,
     query_length,
+    sees_some,
     soft_cap,
     store_sums,
     union_tail,
@@ -263,6 +264,6 @@ def decode_split(
     cell = (row * num_qo_heads + head) * num_splits + split
     store_values(part_o_ptr + cell * DV, out, DV, valid, GV, M)
     meta = part_m_ptr + cell * _FIELDS
-    store_sums(meta, ref, total, valid)
+    store_sums(meta, ref, total, valid, sees_some(valid, first, limit, begin, end, WINDOW, MULTI))
     if METER:
         meter_store(weights, values, meta, valid, spread.known, N)

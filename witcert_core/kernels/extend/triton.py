@@ -19,6 +19,7 @@ from witcert_core.kernels.common.device import (
     meter_values,
     meter_weights,
     query_length,
+    sees_some,
     soft_cap,
     softmax_radius,
     squares,
@@ -345,6 +346,7 @@ def tail_split(
     cell = (r * num_qo_heads + head) * num_splits + split
     store_values(part_o_ptr + cell * DV, out, DV, valid, GV, M)
     meta = part_m_ptr + cell * _FIELDS
-    store_sums(meta, ref, total, valid)
+    first = tail - 1 - window_left
+    store_sums(meta, ref, total, valid, sees_some(valid, first, tail, begin, end, WINDOW, False))
     if METER:
         meter_store(weights, values, meta, valid, length_q < float("inf"), N)
