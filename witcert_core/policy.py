@@ -20,21 +20,25 @@ from pydantic import (
     PrivateAttr,
     StringConstraints,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
 from witcert_core.errors import PluginError, PolicyError, QuantizerError
 from witcert_core.gates import Gate
 from witcert_core.hooks import gate_registry, quantizer_registry
-from witcert_core.policy_errors import describe_validation_error
-from witcert_core.policy_yaml import PolicyLoader
+from witcert_core.policy_errors import describe_validation_error, yaml_word
+from witcert_core.policy_yaml import read_yaml
 from witcert_core.quantizers import Quantizer
 from witcert_core.quantizers.base import DitheredQuantizer, Tier
 from witcert_core.quantizers.engine import EngineCache
+from witcert_core.suggest import listed
 
 MAX_LAYER = 65_535
+MAX_INTEGER = 2**63 - 1
 GATE_SKETCH_BITS = 4
-_RANGE = re.compile(r"(\d+)\s*-\s*(\d+)")
+MAX_BLOCK = 65_536
+_RANGE = re.compile(r"([0-9]{1,9})\s*-\s*([0-9]{1,9})")
 
 
 @contextmanager
@@ -65,17 +69,41 @@ def _layer_range(item: object) -> range:
     elif isinstance(item, str) and (match := _RANGE.fullmatch(item.strip())):
         first, last = int(match[1]), int(match[2])
     else:
-        raise ValueError(f'has the entry {item!r}; allowed: layer ids and ranges, e.g. [0, "4-7"]')
+        raise ValueError(f'has the entry {yaml_word(item)}; allowed: layer ids and ranges, e.g. [0, "4-7"]')
     if not 0 <= first <= last <= MAX_LAYER:
-        raise ValueError(f"has the entry {item!r}; layers run upwards from 0 to at most {MAX_LAYER}")
+        raise ValueError(f"has the entry {yaml_word(item)}; layers run upwards from 0 to at most {MAX_LAYER}")
     return range(first, last + 1)
 
 
+def _no_lookalike(given: object) -> object:
+    """True and 1.0 equal 1, which is all that Literal asks."""
+    if isinstance(given, (bool, float)):
+        raise ValueError(f"is {yaml_word(given)}, which is no integer; write it as one")
+    return given
+
+
+_NO_LOOKALIKE = BeforeValidator(_no_lookalike)
 Layers = Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)]
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, data: Any) -> Any:
+        """YAML reads the key `on` as true and `~` as null."""
+        for key in data if isinstance(data, dict) else ():
+            if not isinstance(key, str):
+                raise ValueError(f"has the key {yaml_word(key)}, which is no text; allowed: {listed(cls.model_fields)}")
+        return data
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise ValueError(f"is {yaml_word(value)}; allowed: at most 2^63 - 1")
+        return value
 
 
 class QuantizerSettings(_Section):
@@ -96,7 +124,7 @@ class MeterSettings(_Section):
 
     tier: Literal["auto", "witness", "dither"] = "auto"
     form: Literal["auto", "extremal", "tanh", "jensen", "needle", "eform", "rms"] = "auto"
-    sketch_bits: Literal[0, 2, 4, 8] | None = None
+    sketch_bits: Annotated[Literal[0, 2, 4, 8] | None, _NO_LOOKALIKE] = None
     delta: float = Field(default=0.01, gt=0, lt=1)
     max_rows: int = Field(default=8, ge=1)
     stride: int = Field(default=32, ge=1)
@@ -117,7 +145,7 @@ class GateSettings(_Section):
     tau: float = Field(default=0.2, gt=0, le=1)
     tau_out: float = Field(default=0.1, gt=0)
     risk_tau: float = Field(default=5.0, gt=0)
-    block_size: int = Field(default=16, ge=1)
+    block_size: int = Field(default=16, ge=1, le=MAX_BLOCK)
     max_pagein_bytes: int | None = Field(default=None, ge=0)
     shadow_bytes: int | None = Field(default=None, ge=1)
     on_exhausted: Literal["serve", "abort"] = "serve"
@@ -126,7 +154,7 @@ class GateSettings(_Section):
 class ReportSettings(_Section):
     """Where the measurements go."""
 
-    jsonl: Annotated[str, StringConstraints(min_length=1)] | None = None
+    jsonl: Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00]*$")] | None = None
     cells: Literal["none", "worst", "all"] = "none"
     prometheus: bool = True
     per_request: bool = True
@@ -135,7 +163,7 @@ class ReportSettings(_Section):
 class Policy(_Section):
     """A checked policy. `Policy(...)` raises pydantic's error, `load_policy` and `parse_policy` ours."""
 
-    version: Literal[1]
+    version: Annotated[Literal[1], _NO_LOOKALIKE]
     quantizer: QuantizerSettings
     prefill_reads: Literal["chunk_exact", "stored"] = "chunk_exact"
     meter: MeterSettings = Field(default_factory=MeterSettings)
@@ -284,8 +312,9 @@ def _compact(layers: Sequence[int]) -> str:
 def parse_policy(data: object, origin: str = "policy") -> Policy:
     """A Policy from loaded YAML; PolicyError (one line, starting with `origin`) if it is not a valid one."""
     if not isinstance(data, dict):
+        holds = "is empty" if data is None else f"holds {yaml_word(data)}"
         raise PolicyError(
-            f"{origin}: holds {type(data).__name__}, expected a mapping with at least version and quantizer; "
+            f"{origin}: {holds}, expected a mapping with at least version and quantizer; "
             "`witcert policy init` writes one"
         )
     try:
@@ -302,7 +331,7 @@ def load_policy(path: str | Path) -> Policy:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise PolicyError(f"{path}: cannot be read: {reason}") from error
     try:
-        data = yaml.load(text, Loader=PolicyLoader)
+        data = read_yaml(text)
     except yaml.YAMLError as error:
         raise PolicyError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     return parse_policy(data, str(path))

@@ -32,20 +32,34 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
         return str(context["error"])
     if kind == "value_error":
         return f"{path}: {context['error']}"
-    value = _shown(detail["input"])
+    if kind == "invalid_key" or detail["loc"][-1] == "[key]":
+        return f"{'.'.join(map(str, detail['loc'][:-2]))}: has the key {yaml_word(detail['input'])}, which is no text"
+    value = yaml_word(detail["input"])
     if kind == "literal_error":
         allowed = str(context["expected"])
         words = [word.strip("' ") for word in allowed.replace(" or ", ", ").split(",")]
-        return f"{path}: is {value}{did_you_mean(detail['input'], words)}; allowed: {allowed}"
+        meant = "" if detail["input"] in words else did_you_mean(detail["input"], words)  # '1' is not 1
+        return f"{path}: is {value}{meant}; allowed: {allowed}"
     if kind in ("model_type", "model_attributes_type"):
         return (
             f"{path}: is {value}; allowed: a mapping with the keys {listed(_keys_of(detail['loc'], model))}"
         )
-    message = detail["msg"].removeprefix("Input should be ")
-    return f"{path}: is {value}; allowed: {message}"
+    return f"{path}: is {value}; allowed: {allowed_by(detail)}"
 
 
-def _shown(value: object) -> str:
+def allowed_by(detail: ErrorDetails) -> str:
+    """What pydantic would have accepted, without its introduction."""
+    if detail["type"] == "string_too_short":
+        return "text that is not empty"
+    if detail["type"] == "string_pattern_mismatch":
+        return "text without a zero byte"
+    return detail["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
+
+
+def yaml_word(value: object) -> str:
+    """A value as it is written in YAML, cut where it is long."""
+    if isinstance(value, int) and abs(value) >= 10**_VALUE_LENGTH:
+        return f"an integer of {value.bit_length()} bits"
     text = next((word for known, word in _YAML_WORDS if value is known), None) or repr(value)
     return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
 

@@ -126,6 +126,68 @@ def test_refusals_name_key_value_and_what_is_allowed(sections: dict[str, Any], m
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("", ": is empty, expected a mapping"),
+        ("- 1", ": holds [1], expected a mapping"),
+        ("version: true", ": version: is true, which is no integer"),
+        ("version: 1.0", ": version: is 1.0, which is no integer"),
+        ("version: '1'", ": version: is '1'; allowed: 1"),
+        ("version: !!int ''", ": not valid YAML: found no int that can be read"),
+        ("version: " + "9" * 5000, ": not valid YAML: found no int that can be read"),
+        ("gate: {tau: !!float high}", ": not valid YAML: found no float that can be read"),
+        ("report: {prometheus: !!bool maybe}", ": not valid YAML: found no bool that can be read"),
+        ("[" * 5000, ": not valid YAML: nested too deeply"),
+        ("meter: {sketch_bits: false}", ": meter.sketch_bits: is false, which is no integer"),
+        ("meter: {sketch_bits: 4.0}", ": meter.sketch_bits: is 4.0, which is no integer"),
+        ("meter: {stride: 010}", ": meter.stride: is '010'; allowed: a valid integer"),
+        ("meter: {stride: 1:30}", ": meter.stride: is '1:30'; allowed: a valid integer"),
+        ("meter: {stride: 9999999999999999999}", ": meter.stride: is 9999999999999999999; allowed: at most 2^63 - 1"),
+        ("meter: {stride: 1e3}", ": meter.stride: is 1000.0; allowed: a valid integer"),
+        ("meter: {layers: '٣-٤'}", ": meter.layers: has the entry '٣-٤'; allowed: layer ids"),
+        ("meter: {layers: [null]}", ": meter.layers: has the entry null; allowed: layer ids"),
+        ("meter: {on: 1}", ": meter: has the key true, which is no text; allowed: tier, form"),
+        ("~: 1", ": has the key null, which is no text; allowed: version, quantizer"),
+        ("gate: {block_size: 65537}", ": gate.block_size: is 65537; allowed: less than or equal to 65536"),
+        ("report: {jsonl: ''}", ": report.jsonl: is ''; allowed: text that is not empty"),
+        ('report: {jsonl: "a\\0"}', ": report.jsonl: is 'a\\x00'; allowed: text without a zero byte"),
+        ("report: {jsonl: 2026-02-31}", ""),
+        ("meter: {stride: 0x10}\ngate: {tau: .5e-1}", ""),
+        ("gate: {tau: 1_0e-3}\nmeter: {stride: 1_0}", ""),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_what_yaml_makes_of_odd_text(written: str, message: str, tmp_path: Path) -> None:
+    """One line that names the key; no message: accepted, and read as people write it."""
+    path = tmp_path / "p.yaml"
+    given = written.partition(":")[0]
+    rest = {"version": "version: 1", "quantizer": "quantizer: {name: none}"}
+    broken = written[:1] in ("", "-", "[")
+    path.write_text("\n".join([written, *(line for key, line in rest.items() if key != given and not broken)]))
+    if not message:
+        assert load_policy(path).gate.tau in (0.2, 0.05, 0.01)
+        return
+    with pytest.raises(PolicyError) as raised:
+        load_policy(path)
+    assert str(raised.value).startswith(f"{path}{message}")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"group_size": True}, "parameter 'group_size' is true; allowed: a valid integer"),
+        ({"group_size": 2**40}, "group_size is 1099511627776; expected 1 to 65536"),
+        ({1: 2}, "quantizer.params: has the key 1, which is no text"),
+    ],
+)
+def test_parameters_are_refused_in_the_words_of_the_file(params: dict[Any, Any], message: str) -> None:
+    with pytest.raises(PolicyError) as raised:
+        parse_policy({"version": 1, "quantizer": {"name": "int4_token_group", "params": params}})
+    assert message in str(raised.value)
+
+
 PACKED = {"name": "int8_dither", "storage": "packed"}
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
 from witcert_core.engines import ADAPTERS, Finding, examine, installed_engines
 from witcert_core.errors import InputError
 from witcert_core.policy import Policy, load_policy, parse_policy
-from witcert_core.policy_yaml import PolicyLoader
+from witcert_core.policy_yaml import read_yaml
 from witcert_core.presets import PRESETS, preset_text
 from witcert_core.suggest import did_you_mean, listed
 
@@ -49,7 +48,7 @@ def chosen_policy(path: Path | None) -> tuple[Policy, str]:
         return load_policy(named), f"{named} (${POLICY_VARIABLE})"
     if path is not None:
         return load_policy(path), str(path)
-    preset = parse_policy(yaml.load(preset_text(PRESETS[0]), Loader=PolicyLoader))
+    preset = parse_policy(read_yaml(preset_text(PRESETS[0])))
     return preset, f"preset {PRESETS[0]} (no --policy, no ${POLICY_VARIABLE})"
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
+from yaml import YAMLError
 
 from witcert_core.errors import InputError, PolicyError
 from witcert_core.policy import Policy, load_policy, parse_policy
-from witcert_core.policy_yaml import PolicyLoader
+from witcert_core.policy_yaml import read_yaml
 
 Mode = Literal["raw", "gated", "exact"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -45,8 +45,8 @@ def parse_quantizer(text: str) -> QuantizerSpec:
         if not given or not key or key in params:
             raise InputError(f"quantizer {text!r}: {part!r} is no parameter; write name:param=value,param=value")
         try:
-            params[key] = yaml.load(value, Loader=PolicyLoader)
-        except yaml.YAMLError as error:
+            params[key] = read_yaml(value)
+        except YAMLError as error:
             raise InputError(f"quantizer {text!r}: {value!r} is no value") from error
     return QuantizerSpec(text, name, params, int(bits) if sketched else None)
 
@@ -67,7 +67,7 @@ def base_settings(
     asked = {name: value for name, value in given.items() if value is not None}
     if path is not None:
         load_policy(path)  # refuses what is wrong with it, by name
-        data: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=PolicyLoader)
+        data: dict[str, Any] = read_yaml(path.read_text(encoding="utf-8"))
         del data["quantizer"]
         return {**data, "meter": {**(data.get("meter") or {}), **asked}} if asked else data
     return {"version": 1, "meter": {"stride": 1, "audit_every": 1, **asked}}

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from witcert_core.errors import QuantizerError
+from witcert_core.policy_errors import allowed_by, yaml_word
 from witcert_core.quantizers.base import CalibratedQuantizer, DitheredQuantizer, Quantizer, Space, State, Tier
 from witcert_core.suggest import did_you_mean, listed
 
@@ -72,8 +73,9 @@ class QuantizerRegistry:
             try:
                 given[key] = TypeAdapter(accepted[key], config=ConfigDict(strict=True)).validate_python(value)
             except ValidationError as error:
+                allowed = allowed_by(error.errors()[0])
                 raise QuantizerError(
-                    f"quantizer {name!r}: parameter {key!r} is {value!r}; {error.errors()[0]['msg']}"
+                    f"quantizer {name!r}: parameter {key!r} is {yaml_word(value)}; allowed: {allowed}"
                 ) from error
         missing = [key for key in self.required(name) if key not in given]
         if missing:

@@ -11,6 +11,8 @@ from torch import Tensor
 from witcert_core.errors import QuantizerError
 from witcert_core.quantizers.base import Kind, QuantContext, Quantizer, check_input
 
+MAX_GROUP = 65_536
+"""More channels than a head has; a short group is filled up to its size."""
 _FP16_MAX = torch.finfo(torch.float16).max
 _FP16_LEAST = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
 
@@ -27,8 +29,10 @@ class _TokenGroup(Quantizer):
     group_size: int = 32
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise QuantizerError(f"quantizer {self.name!r}: group_size is {self.group_size}; expected >= 1")
+        if not 1 <= self.group_size <= MAX_GROUP:
+            raise QuantizerError(
+                f"quantizer {self.name!r}: group_size is {self.group_size}; expected 1 to {MAX_GROUP}"
+            )
 
     def fake_quantize(
         self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
