@@ -321,8 +321,8 @@ def test_presets_are_valid_and_commented(preset: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r": holds NoneType, expected a mapping"),
-        ("- 1", ": holds list, expected a mapping"),
+        ("", ": is empty, expected a mapping"),
+        ("- 1", r": holds \[1\], expected a mapping"),
         ("version: 1\nquantizer: {name: none", ": not valid YAML: .*line 2"),
         (
             "version: 1\nquantizer: {name: none}\nversion: 1",
