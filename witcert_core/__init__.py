@@ -11,6 +11,7 @@ Report               RequestLedger, render_sentence, render_table
 Errors               WitCertError (base), PolicyError, QuantizerError, PluginError, UnsupportedError
 """
 
+from witcert_core import _torch  # noqa: F401
 from witcert_core.errors import PluginError, PolicyError, QuantizerError, UnsupportedError, WitCertError
 from witcert_core.hooks import hookimpl
 from witcert_core.meter import CellBatch, measure

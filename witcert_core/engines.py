@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
 from witcert_core.errors import PluginError, WitCertError
+from witcert_core.hub import unreachable_hub
 
 if TYPE_CHECKING:
     from witcert_core.policy import Policy
@@ -60,9 +61,12 @@ def examine(engine: str, model: str | None, policy: Policy) -> list[Finding]:
     """
     entry = installed_engines().get(engine)
     if entry is None:
-        return [Finding("refused", "adapter", f"{ADAPTERS[engine]} is not installed, so nothing of it was examined")]
+        todo = f"pip install ./adapters/{engine} in a checkout, into the environment of the engine"
+        return [Finding("refused", "adapter", f"{ADAPTERS[engine]} is not installed, nothing was examined; {todo}")]
     try:
         function: Examine = entry.load()
     except Exception as error:
         raise PluginError(f"engine adapter {engine!r} ({entry.value}) cannot be imported: {error}") from error
+    if model is not None and (unreachable := unreachable_hub(model)):
+        return [*function(None, policy), Finding("refused", "model", unreachable)]
     return function(model, policy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from importlib.metadata import entry_points, version
@@ -12,6 +14,7 @@ import pytest
 from witcert_core import load_policy
 from witcert_core.cli import main
 from witcert_core.hooks import quantizer_registry
+from witcert_core.hub import unreachable_hub
 from witcert_core.presets import PRESETS, preset_text
 
 
@@ -110,6 +113,60 @@ def test_quantizers_lists_every_one(capsys: pytest.CaptureFixture[str]) -> None:
 def test_quantizers_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantizers", "--check"]) == 0
     assert "all keep their contract" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "error"),
+    [
+        ("quantizers > /dev/full", 2, "witcert: reading or writing failed: No space left on device\n"),
+        ("--help > /dev/full", 2, "witcert: reading or writing failed: No space left on device\n"),
+        ("quantizers >&-", 0, ""),
+        ("quantizers | true; exit ${PIPESTATUS[0]}", 141, ""),
+        ("policy init ü😀.yaml", 0, ""),
+        ("policy check $'a\\e[31m'", 2, "witcert: a\\x1b[31m: cannot be read: No such file or directory\n"),
+        ("-h", 0, ""),
+    ],
+)
+def test_streams_as_a_shell_gives_them(shell: str, code: int, error: str, tmp_path: Path) -> None:
+    """Full, closed, without a reader, and in an encoding that lacks a letter: one line at most, no traceback."""
+    program = "import sys; from witcert_core.cli import main; sys.exit(main())"
+    command = ["bash", "-c", f'"$0" -c "$1" {shell}', sys.executable, program]
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr.decode()) == (code, error)
+
+
+def test_without_numpy_there_is_no_warning() -> None:
+    code = "import sys; sys.modules['numpy'] = None; import witcert_core.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_init_says_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["policy", "init", "a b.yaml"]) == 0
+    assert "WITCERT_POLICY='a b.yaml'" in capsys.readouterr().out
+    assert main(["policy", "init", str(tmp_path)]) == 2
+    assert "is a directory; name a file" in capsys.readouterr().err
+
+
+def test_a_hub_out_of_reach_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("witcert_core.hub.getproxies", dict)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
+    said = unreachable_hub("some/model")
+    assert said == (
+        "some/model is no directory here, and https://huggingface.co cannot be reached: Name or service not known"
+    )
+    assert unreachable_hub("/") is None
+    monkeypatch.setattr("witcert_core.hub.getproxies", lambda: {"https": "http://proxy"})
+    assert unreachable_hub("some/model") is None
 
 
 def test_the_command_as_a_process(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def adapters(monkeypatch):
 
 
 def test_findings_are_shown_and_the_policy_named(adapters, tmp_path, capsys):
-    assert main(["doctor", "--engine", "sglang", "--model", "m"]) == 0
-    assert ASKED[-1] == ("m", "fp8_e4m3_cast")
+    assert main(["doctor", "--engine", "sglang", "--model", str(tmp_path)]) == 0
+    assert ASKED[-1] == (str(tmp_path), "fp8_e4m3_cast")
     assert "preset observe" in capsys.readouterr().out
     path = tmp_path / "p.yaml"
     path.write_text("{version: 1, quantizer: {name: int8_dither}}")
@@ -53,6 +53,19 @@ def test_the_policy_of_the_environment(adapters, tmp_path, monkeypatch, capsys):
     assert main(["doctor", "--engine", "sglang"]) == 0
     assert ASKED[-1] == (None, "int2_token_group")
     assert f"{path} ($WITCERT_POLICY)" in capsys.readouterr().out
+
+
+def test_a_model_out_of_reach_is_refused_and_the_rest_examined(adapters, monkeypatch, capsys):
+    monkeypatch.setattr(engines, "unreachable_hub", lambda model: f"{model} cannot be reached")
+    assert main(["doctor", "--engine", "sglang", "--model", "m"]) == 1
+    assert ASKED[-1][0] is None
+    assert "refused  sglang: model: m cannot be reached" in capsys.readouterr().out
+
+
+def test_no_adapter_at_all_is_a_refusal(adapters, capsys):
+    adapters.clear()
+    assert main(["doctor"]) == 1
+    assert "pip install ./adapters/sglang" in capsys.readouterr().out
 
 
 def test_a_refusal_is_an_exit_code(adapters, capsys):

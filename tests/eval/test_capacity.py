@@ -96,12 +96,52 @@ def test_memory(text, size):
     assert parse_memory(text) == size
 
 
+@pytest.mark.parametrize("text", ["9" * 400 + "GB", "9" * 4400, "40G", "-1GB", "٤GB"])
+def test_memory_that_is_none(text):
+    with pytest.raises(InputError, match="memory is"):
+        parse_memory(text)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0; expected an integer from 1"),
+        ({"head_dim": "64"}, "head_dim is '64'"),
+        ({"head_dim": 64.0}, "head_dim is 64.0"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads is -1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000"),
+        ({"v_head_dim": "x"}, "v_head_dim is 'x'"),
+        ({"layer_types": [["full_attention"]]}, "expected a list of words"),
+        ({"layer_types": 5}, "expected a list of words"),
+        ({"layer_types": ["mamba"]}, "no layer with a cache"),
+        ({"partial_rotary_factor": "x"}, "partial_rotary_factor is 'x'"),
+        ({"partial_rotary_factor": float("nan")}, "partial_rotary_factor is nan"),
+        ({"text_config": None}, "NoneType is where a mapping is expected"),
+    ],
+)
+def test_an_odd_configuration_is_one_line(changed, why, tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**EIGHT_B, **changed}))
+    assert main(["capacity", "--config", str(tmp_path), "--memory", "1GB"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"n": ' + "9" * 5000 + "}"])
+def test_json_that_cannot_be_read_is_one_line(text, tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["capacity", "--config", str(tmp_path), "--memory", "1GB"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_the_command(capsys):
     assert main(["capacity", "--config", str(CHECKPOINT), "--memory", "1MB", "--layout", "fp16", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["layouts"]
     assert row == {"layout": "fp16", "bytes_per_token": 4 * 2 * 256, "tokens": 488, "ratio": 1.0}
     assert main(["capacity", "--config", str(CHECKPOINT), "--memory", "1MB"]) == 0
     assert "int8_dither_w" in capsys.readouterr().out
-    for wrong in (["--memory", "40 apples"], ["--memory", "1MB", "--layout", "int3"], ["--memory", "1MB", "--tp", "3"]):
+    bypassed = ["--memory", "1MB", "--layout", "metered:int8_dither_bypass"]
+    unknown, undivided = ["--memory", "1MB", "--layout", "int3"], ["--memory", "1MB", "--tp", "3"]
+    for wrong in (["--memory", "40 apples"], unknown, undivided, bypassed):
         assert main(["capacity", "--config", str(CHECKPOINT), *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1

@@ -19,6 +19,7 @@ from witcert_core.cli.eval import split
 from witcert_core.errors import InputError, PolicyError, ReportError
 from witcert_core.evaluate.askers import Reply
 from witcert_core.evaluate.compare import compare
+from witcert_core.evaluate.meter_run import read_prompts
 from witcert_core.evaluate.records import RecordFile, SampleRecord, read_records
 from witcert_core.evaluate.settings import QuantizerSpec, base_settings, build_policy, parse_quantizer
 from witcert_core.report.schema import load_schema
@@ -55,6 +56,7 @@ def test_meter_prints_the_engines_report(twin_path: Path, tmp_path: Path, capsys
     ("text", "options", "why"),
     [
         ("", [], "holds no prompt"),
+        (" \n\r\n", [], "holds no prompt"),
         ("x", [], "neither --quantizer nor --policy"),
         ("x", ["--quantizer", "int5"], "unknown quantizer"),
         ("x", ["--quantizer", "int4_token_group:group_size"], "is no parameter"),
@@ -63,10 +65,37 @@ def test_meter_prints_the_engines_report(twin_path: Path, tmp_path: Path, capsys
 def test_meter_refuses_in_one_line(text, options, why, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     prompts = tmp_path / "p.txt"
     prompts.write_text(text)
-    extra = options or (["--quantizer", "none"] if not text else [])
+    extra = options or (["--quantizer", "none"] if not text.strip() else [])
     assert main(["meter", "--model", "nowhere", "--prompts", str(prompts), *extra]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert why in line
+
+
+def test_a_prompt_the_model_cannot_take_is_one_line(twin_path: Path, tmp_path: Path, capsys):
+    prompts = tmp_path / "p.jsonl"
+    command = ["meter", "--model", str(twin_path), "--quantizer", "none", "--prompts", str(prompts)]
+    prompts.write_text('{"prompt": ""}')
+    assert main(command) == 2
+    assert "prompt 1, '', has no tokens" in capsys.readouterr().err
+    prompts.write_text('{"prompt": "%s"}' % ("key1 " * 3000))
+    assert main(command) == 2
+    assert "beyond the 2048 positions" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_only_a_line_break_ends_a_prompt(tmp_path: Path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "a\u2028b"}\r\n{"prompt": "c\\fd"}\n'.encode())
+    assert read_prompts(path) == ["a\u2028b", "c\x0cd"]
+
+
+def test_records_that_were_spoiled_are_one_line(twin_path: Path, tmp_path: Path, capsys):
+    command = ["eval", "ruler", "--model", str(twin_path), "--quantizers", "int8_dither", "--lengths", "128"]
+    command += ["--samples", "1", "--out", str(tmp_path), "--no-plot"]
+    for name, text in (("run.json", "{"), ("run.json", "[]"), ("samples.jsonl", "{}\n")):
+        (tmp_path / name).write_text(text)
+        assert main(command) == 2
+        assert str(tmp_path / name) in capsys.readouterr().err.splitlines()[-1]
+        (tmp_path / name).unlink()
 
 
 @pytest.fixture(scope="module")

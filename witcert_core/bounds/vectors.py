@@ -63,7 +63,8 @@ def load_vectors(path: Path) -> list[VectorCase]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise VectorFileError(f"{path}: cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise VectorFileError(f"{path}: cannot be read: {reason}") from error
     except (ValueError, RecursionError) as error:  # ValueError: not JSON, or a number of thousands of digits
         raise VectorFileError(f"{path}: not JSON that can be read: {error}") from error
     cases = document.get("cases") if isinstance(document, dict) else None

@@ -1,7 +1,13 @@
-"""The root command. A user's mistake is one line on stderr and exit code 2, never a traceback."""
+"""The root command. A user's mistake is one line on stderr and exit code 2, never a traceback.
+
+Exit codes: 0 done; 1 an answer that is bad news (a bound was violated, an engine refuses); 2 the command could not do
+what was asked; 130 stopped by Ctrl-C; 141 nobody reads the output any more.
+"""
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -13,6 +19,8 @@ from witcert_core.cli import bounds, capacity, doctor, eval, meter, policy, quan
 from witcert_core.errors import WitCertError
 
 USER_ERROR = 2
+INTERRUPTED = 130
+NO_READER = 141
 
 # Newer versions of typer bring their own copy of click, older ones use the installed one; this fits either.
 _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -23,6 +31,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit code: 0 done; 1 a bound was violated or an engine refuses; 2 this could not be done; 130 Ctrl-C.",
 )
 app.add_typer(policy.app, name="policy")
 app.add_typer(bounds.app, name="bounds")
@@ -51,20 +61,47 @@ def root(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    _ready_streams()
     try:
         code = app(
             args=None if arguments is None else list(arguments), prog_name="witcert", standalone_mode=False
         )
+        sys.stdout.flush()
+    except SystemExit:  # how click ends when the reader of a pipe has gone
+        return NO_READER
+    except BrokenPipeError as error:
+        _drop_output(error)
+        return NO_READER
+    except OSError as error:
+        _drop_output(error)
+        what = "reading or writing failed" if error.filename is None else f"{error.filename}: cannot be read or written"
+        return _complain(f"{what}: {error.strerror or error}")
     except WitCertError as error:
         return _complain(str(error))
     except _ClickError as error:
         return _complain(error.format_message())
-    except typer.Abort:
-        return _complain("aborted")
+    except (KeyboardInterrupt, typer.Abort):
+        _complain("stopped")
+        return INTERRUPTED
     return code if isinstance(code, int) else 0
+
+
+def _ready_streams() -> None:
+    """A name that the terminal's encoding lacks is written as an escape; a stream that is closed takes everything."""
+    sys.stdout = sys.stdout or io.StringIO()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output(error: OSError) -> None:
+    """What a full disk did not take must not be tried again when the interpreter ends, which would be a traceback."""
+    if error.filename is None and isinstance(sys.stdout, io.TextIOWrapper):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str) -> int:
     if message:  # empty where help was printed for want of a subcommand
-        print(f"witcert: {' '.join(message.split())}", file=sys.stderr)
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(message.split()))
+        print(f"witcert: {line}", file=sys.stderr)
     return USER_ERROR

@@ -32,7 +32,7 @@ def doctor(
         raise InputError(f"--engine {engine}{did_you_mean(engine, known)}; known: {listed(known)}")
     settings, origin = chosen_policy(policy)
     typer.echo(f"policy   {origin}")
-    refused = False
+    refused = engine is None and not installed_engines()  # nothing examined is no good news
     for name in known if engine is None else [engine]:
         for finding in examine(name, model, settings):
             typer.echo(line(name, finding))

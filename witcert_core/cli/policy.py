@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -26,10 +27,11 @@ def init(
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise PolicyError(f"{path}: exists already; --force overwrites it") from error
+        todo = "is a directory; name a file" if path.is_dir() else "exists already; --force overwrites it"
+        raise PolicyError(f"{path}: {todo}") from error
     except OSError as error:
         raise PolicyError(f"{path}: cannot be written: {error.strerror}") from error
-    typer.echo(f"wrote {path} (preset {preset}); start the server with WITCERT_POLICY={path}")
+    typer.echo(f"wrote {path} (preset {preset}); start the server with WITCERT_POLICY={shlex.quote(str(path))}")
 
 
 @app.command()

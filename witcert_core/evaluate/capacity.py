@@ -18,6 +18,8 @@ from witcert_core.layout import KVLayout
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.rotary import RotarySpec
 
+MOST = 1_000_000
+"""More layers, heads or channels than any model has: a larger number in a configuration is a mistake."""
 DEFAULT_LAYOUTS = ("fp16", "fp8", "int8_dither", "int8_dither_w", "bypass:4")
 _PLAIN = {"fp16": "none", "fp8": "fp8_e4m3_cast"}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -71,11 +73,12 @@ def read_shape(path: Path) -> ModelShape:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}; give a config.json or its directory") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: is not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise InputError(f"{file}: holds {type(settings).__name__}, expected a mapping")
-    return shape_of(settings.get("text_config", settings), str(file))
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, or a number of thousands of digits
+        raise InputError(f"{file}: is not JSON that can be read: {error}") from error
+    text = settings.get("text_config", settings) if isinstance(settings, dict) else settings
+    if not isinstance(text, dict):
+        raise InputError(f"{file}: {type(text).__name__} is where a mapping is expected; is this a config.json?")
+    return shape_of(text, str(file))
 
 
 def shape_of(settings: Mapping[str, Any], origin: str) -> ModelShape:
@@ -85,21 +88,31 @@ def shape_of(settings: Mapping[str, Any], origin: str) -> ModelShape:
 
     def number(*names: str) -> int:
         for name in names:
-            if isinstance(settings.get(name), int):
-                return int(settings[name])
+            value = settings.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+                raise InputError(f"{origin}: {name} is {value!r}; expected an integer from 1 to {MOST}")
+            return value
         raise InputError(f"{origin}: has no {' or '.join(names)}; is this a language model's configuration?")
 
     heads = number("num_attention_heads", "n_head")
-    head_dim = settings.get("head_dim") or number("hidden_size", "n_embd") // heads
+    head_dim = number("head_dim") if settings.get("head_dim") else number("hidden_size", "n_embd") // heads
     kinds = settings.get("layer_types") or ["full_attention"] * number("num_hidden_layers", "n_layer")
+    if not isinstance(kinds, (list, tuple)) or not all(isinstance(kind, str) for kind in kinds):
+        raise InputError(f"{origin}: layer_types is {kinds!r}; expected a list of words")
     if odd := sorted(set(kinds) - _ATTENTION_LAYERS - _OTHER_LAYERS):
         raise UnsupportedError(f"{origin}: has layers of type {odd[0]!r}, whose cache this does not know")
     factor = settings.get("partial_rotary_factor")
+    if factor is not None and not (isinstance(factor, (int, float)) and 0 <= factor <= 1):
+        raise InputError(f"{origin}: partial_rotary_factor is {factor!r}; expected a number from 0 to 1")
+    if not any(kind in _ATTENTION_LAYERS for kind in kinds):
+        raise UnsupportedError(f"{origin}: has no layer with a cache of keys and values")
     return ModelShape(
         num_layers=sum(kind in _ATTENTION_LAYERS for kind in kinds),
-        num_kv_heads=settings.get("num_key_value_heads") or heads,
+        num_kv_heads=number("num_key_value_heads") if settings.get("num_key_value_heads") else heads,
         head_dim=head_dim,
-        v_head_dim=settings.get("v_head_dim") or head_dim,
+        v_head_dim=number("v_head_dim") if settings.get("v_head_dim") else head_dim,
         rotary_dim=int(head_dim * factor) // 2 * 2 if factor is not None and factor < 1 else None,
         sliding_layers=sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds),
     )
@@ -111,7 +124,10 @@ def parse_memory(text: str) -> int:
     unit = match[2].upper() if match else ""
     if match is None or (unit and unit not in _UNITS):
         raise InputError(f"memory is {text!r}; write a number with B, KB, MB, GB, TB (powers of 1000) or KiB ... TiB")
-    return int(float(match[1]) * _UNITS.get(unit, 1))
+    size = float(match[1]) * _UNITS.get(unit, 1)
+    if size >= 2**63:
+        raise InputError(f"memory is {match[1][:20]}... {unit}; less than 2^63 bytes is expected")
+    return int(size)
 
 
 def bytes_per_token(layout: str, shape: ModelShape, tensor_parallel: int = 1) -> int:
@@ -137,6 +153,8 @@ def bytes_per_token(layout: str, shape: ModelShape, tensor_parallel: int = 1) ->
         rotary = RotarySpec(shape.head_dim, rotary_dim=shape.rotary_dim)
         spec = parse_quantizer(argument)
         quantizer, bits = quantizer_registry().get(spec.name, spec.params), spec.sketch_bits or 0
+        if quantizer.bypass_pairs:
+            raise InputError(f"layout is {layout!r}, but {spec.name} has packed storage only; write bypass:PAIRS")
         per_head = side_bytes_per_head(quantizer, rotary, shape.v_head_dim, 2, bits)
         flag = 0 if ClosingRule.of(quantizer).immediate else 1  # whether a token waits to be quantized
         side = side_bytes_per_token(per_head, heads, shape.num_layers) + flag

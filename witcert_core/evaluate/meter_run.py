@@ -36,11 +36,13 @@ def read_prompts(path: Path) -> list[str]:
         InputError: an unreadable file, a line without a prompt, or no prompt at all.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a form feed or U+2028 within a prompt ends no line.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise InputError(f"{path}: cannot be read: {reason}") from error
-    prompts = [_prompt(line, f"{path}, line {i}", path.suffix == ".jsonl") for i, line in enumerate(lines, 1) if line]
+    written = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_prompt(line, f"{path}, line {i}", path.suffix == ".jsonl") for i, line in written]
     if not prompts:
         raise InputError(f"{path}: holds no prompt; write one a line")
     return prompts
@@ -64,6 +66,10 @@ def meter(
     """Answer and summary (schema witcert.request/1) of each prompt, as they come."""
     loaded = load_model(model, dtype)
     ids = [loaded.prompt_ids(prompt) for prompt in prompts]
+    for number, one in enumerate(ids, 1):
+        if not one:
+            raise InputError(f"prompt {number}, {prompts[number - 1]!r}, has no tokens; write a prompt or leave it out")
+    loaded.check_lengths([len(one) + max_new_tokens for one in ids])
     engine = OfflineEngine(loaded, policy, max(map(len, ids)) + max_new_tokens)
     for number, one in enumerate(ids):
         answer = engine.generate(f"prompt-{number}", one, max_new_tokens)

@@ -89,7 +89,7 @@ class RecordFile:
 
         Without this a sample asked under another policy or in another engine would be taken for the one wanted.
         """
-        known = json.loads(self._settings.read_text(encoding="utf-8")) if self._settings.exists() else {}
+        known = _read_mapping(self._settings) if self._settings.exists() else {}
         name = f"{quantizer} {mode}"
         found, wanted = _flat(known.get(name, settings)), _flat(json.loads(json.dumps(settings)))
         for key in sorted({*found, *wanted}):
@@ -162,7 +162,7 @@ def _same_run(path: Path, about: dict[str, Any]) -> None:
     if not path.exists():
         write_json(path, about)
         return
-    known = json.loads(path.read_text(encoding="utf-8"))
+    known = _read_mapping(path)
     differing = [key for key in sorted({*known, *about}) if known.get(key) != about.get(key)]
     if differing:
         key = differing[0]
@@ -170,6 +170,17 @@ def _same_run(path: Path, about: dict[str, Any]) -> None:
             f"{path.parent} holds a run with {key} {known.get(key)!r}, this one has {about.get(key)!r}; "
             "choose another --out"
         )
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """ReportError for what a run did not leave so."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ReportError(f"{path}: is not JSON: {error}; restore it or choose another --out") from error
+    if not isinstance(known, dict):
+        raise ReportError(f"{path}: holds no mapping; restore it or choose another --out")
+    return known
 
 
 def _end_torn_line(path: Path) -> None:

@@ -13,6 +13,7 @@ from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.evaluate.capacity import ModelShape, shape_of
 from witcert_core.evaluate.extras import require
 from witcert_core.evaluate.offline import bridge
+from witcert_core.hub import unreachable_hub
 from witcert_core.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
 
@@ -73,6 +74,8 @@ class LoadedModel:
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a directory or hub id; InputError if there is none."""
     transformers = require("transformers")
+    if unreachable := unreachable_hub(path):
+        raise InputError(f"no tokenizer: {unreachable}")
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -89,6 +92,8 @@ def load_model(path: str, dtype: str = "auto") -> LoadedModel:
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
     transformers = require("transformers")
+    if unreachable := unreachable_hub(path):
+        raise InputError(f"no model: {unreachable}")
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
