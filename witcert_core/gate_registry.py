@@ -25,7 +25,8 @@ class GateRegistry:
 
         Its fields get their values from the keys of the policy's `gate` section with the same names.
         """
-        if not isclass(cls) or not is_dataclass(cls) or not callable(getattr(cls, "decide", None)):
+        frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
+        if not isclass(cls) or not is_dataclass(cls) or not frozen or not callable(getattr(cls, "decide", None)):
             raise PluginError(
                 f"cannot register gate {cls!r}: expected a frozen dataclass with a method decide"
             )
@@ -54,9 +55,10 @@ class GateRegistry:
     def build(self, name: str, settings: Mapping[str, Any]) -> Gate:
         """The gate with the settings it has fields for; the others (budget, block size) are the caller's."""
         cls: Any = self.cls(name)
-        gate: Gate = cls(
-            **{field.name: settings[field.name] for field in fields(cls) if field.name in settings}
-        )
+        try:
+            gate: Gate = cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
+        except (TypeError, ValueError) as error:
+            raise PluginError(f"gate {name!r} cannot be built from {listed(settings)}: {error}") from error
         return gate
 
 

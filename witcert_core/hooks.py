@@ -109,7 +109,7 @@ def _load_one(
         others = [p for p in manager.get_plugins() if p is not plugin]
         manager.subset_hook_caller("witcert_register_quantizers", others)(registry=quantizers)
         manager.subset_hook_caller("witcert_register_gates", others)(registry=gates)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = " ".join(str(error).split())
         raise PluginError(
             f"{where} failed to load: {type(error).__name__}: {cause}; fix or uninstall it"
@@ -137,14 +137,20 @@ def _plain(caller: pluggy.HookCaller, argument: str) -> tuple[Callable[[Any], No
                 f"plugin {implementation.plugin_name!r}: {caller.name} cannot be a wrapper; "
                 "make it a plain function"
             )
-        takes = implementation.argnames
-        function: Callable[[Any], Any] = implementation.function
-        functions.append(function if argument in takes else _ignoring(function))
+        takes = argument in implementation.argnames
+        where = f"plugin {implementation.plugin_name!r}: {caller.name}"
+        functions.append(_named(implementation.function, takes, where))
     return tuple(functions)
 
 
-def _ignoring(function: Callable[..., object]) -> Callable[[Any], None]:
-    def call(_: Any) -> None:
-        function()
+def _named(function: Callable[..., object], takes: bool, where: str) -> Callable[[Any], None]:
+    """The function as a plain callable whose failure says whose it is."""
+
+    def call(given: Any) -> None:
+        try:
+            function(given) if takes else function()
+        except Exception as error:
+            cause = " ".join(str(error).split())
+            raise PluginError(f"{where} failed: {type(error).__name__}: {cause}; fix or uninstall it") from error
 
     return call

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from witcert_core.cells import Terms, bounds_of, kernel_radius, sum_terms, weight_underflow
-from witcert_core.gates import Gate, GateState, block_risk
+from witcert_core.errors import PluginError
+from witcert_core.gates import Gate, GateDecision, GateState, block_risk
 from witcert_core.layout import AccField
 from witcert_core.meter import CellBatch, cell_batch, centred, true_tv
 from witcert_core.output import relative_output_bound
@@ -156,10 +157,17 @@ class BlockRepairer:
                 value_risk=group.value_risk(now.weights, terms.norm, block_of, num_blocks),
             )
             decision = self.gate.decide(state)
+            if not isinstance(decision, GateDecision):
+                raise PluginError(f"gate {self.gate.name!r} decided {decision!r}; decide must return a GateDecision")
             if decision.action != "repair" or decision.block is None:
                 break
             places = (block_of == decision.block) & ~exact
             wanted = rows.slots[places]
+            if not wanted.numel():
+                raise PluginError(
+                    f"gate {self.gate.name!r} wants block {decision.block} of {num_blocks} repaired, which is exact "
+                    "already or does not exist; it would ask for ever"
+                )
             self._restore(call, wanted, head, group, places)
             blocks += 1
             moved += wanted.numel() * self.shadow.bytes_per_token_head

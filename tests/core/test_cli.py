@@ -110,6 +110,14 @@ def test_quantizers_lists_every_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["none"][-3:] == ["witcert", "(built", "in)"]
 
 
+def test_a_width_that_one_quantizer_lacks_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantizers", "--head-dim", "2"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "not this wide" in line]
+    assert [row.split()[0] for row in rows] == ["int8_dither_bypass"]
+    assert main(["quantizers", "--head-dim", "33", "--check"]) == 2
+    assert "takes an even one" in capsys.readouterr().err
+
+
 def test_quantizers_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantizers", "--check"]) == 0
     assert "all keep their contract" in capsys.readouterr().out

@@ -141,6 +141,7 @@ def test_bad_gates_are_refused(record: type, message: str) -> None:
             "ZeroDivisionError",
         ),
         ("x = 1", "brings nothing"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
     ],
 )
 def test_a_plugin_that_fails_is_named_with_its_cause(install: Install, source: str, cause: str) -> None:
@@ -175,6 +176,41 @@ def witcert_report():
     for reporter in report_observers(manager):
         reporter({})
     assert sys.modules["plug_seen"].seen == ["event", "report"]
+
+
+@pytest.mark.parametrize("hook", ["witcert_on_cell(event)", "witcert_report(summary)", "witcert_report()"])
+def test_an_observer_that_fails_is_named(install: Install, hook: str) -> None:
+    source = f"from witcert_core import hookimpl\n@hookimpl\ndef {hook}:\n    raise RuntimeError('no\\ndisk')"
+    manager, _, _ = load(install("plug_fails", source))
+    (observer,) = (*cell_observers(manager), *report_observers(manager))
+    with pytest.raises(PluginError, match=r"plugin 'dist-plug_fails 2.5:plug': witcert_\w+ failed: .*no disk; fix"):
+        observer({})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Needs:
+    name: ClassVar[str] = "needs"
+    repairs: ClassVar[bool] = True
+    strength: float
+
+    def decide(self, state: object) -> None: ...
+
+
+@dataclass
+class Thawed:
+    name: ClassVar[str] = "thawed"
+    repairs: ClassVar[bool] = True
+
+    def decide(self, state: object) -> None: ...
+
+
+def test_a_gate_that_asks_for_what_no_policy_has_is_named() -> None:
+    gates = GateRegistry()
+    gates.register(Needs)
+    with pytest.raises(PluginError, match=r"gate 'needs' cannot be built from tau, target: .*'strength'"):
+        gates.build("needs", {"tau": 0.2, "target": "tv"})
+    with pytest.raises(PluginError, match="expected a frozen dataclass"):
+        gates.register(Thawed)
 
 
 def test_observer_wrappers_are_refused(install: Install) -> None:

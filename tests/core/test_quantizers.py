@@ -26,6 +26,7 @@ from witcert_core.bands import band_map
 from witcert_core.dither import DitherKey
 from witcert_core.hooks import quantizer_registry
 from witcert_core.quantizers import QuantizerRegistry
+from witcert_core.quantizers.apply import fake_quantize
 from witcert_core.quantizers.base import check_kinds_alike
 from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.quantizers.int8_dither import Int8Dither
@@ -411,8 +412,31 @@ def test_parameter_without_default_and_refused_by_the_quantizer() -> None:
         (lambda x, y: x, "exactly one positional argument"),
         (lambda x, **rest: x, "exactly one positional argument"),
         (lambda x, *, bits=3: x, "parameter 'bits' needs a type annotation"),
+        (lambda x, *, name="a": x, "a parameter cannot be called 'name'"),
+        (lambda x, *, token_group=3: x, "a parameter cannot be called 'token_group'"),
     ],
 )
 def test_bad_functions_are_refused(function: object, message: str) -> None:
     with pytest.raises(QuantizerError, match=message):
         quantizer("bad", registry=QuantizerRegistry())(function)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: None, "returned NoneType for k in layer 3; it must return a torch.float32 tensor"),
+        (lambda x: x.half(), "returned torch.float16 on cpu"),
+        (lambda x: x.round().int(), "returned torch.int32 on cpu"),
+        (lambda x: x.to("meta"), "returned torch.float32 on meta"),
+        (lambda x: x[..., :3], r"returned \(2, 3, 3\) for k of shape \(2, 3, 8\)"),
+        (lambda x: x.reshape(7), r"failed on k of shape \(2, 3, 8\) in layer 3: RuntimeError: shape"),
+    ],
+)
+def test_what_a_server_gets_from_a_bad_quantizer_is_one_line(function: object, message: str) -> None:
+    """Also without the conformance check: float16 would be measured before its last rounding."""
+    registry = QuantizerRegistry()
+    quantizer("bad", registry=registry)(function)  # type: ignore[type-var]
+    ctx = QuantContext(head_ids=(0, 1, 2), head_dim=8, rotary=RotarySpec(8), storage_dtype=torch.float32)
+    with pytest.raises(QuantizerError, match=f"quantizer 'bad' {message}") as raised:
+        fake_quantize(registry.get("bad"), torch.ones(2, 3, 8), kind="k", layer=3, positions=torch.arange(2), ctx=ctx)
+    assert "\n" not in str(raised.value)

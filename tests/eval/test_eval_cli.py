@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jsonschema
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from witcert_demo.run import CHECKPOINT
 from witcert_demo.tasks import make_samples
@@ -22,6 +24,8 @@ from witcert_core.evaluate.compare import compare
 from witcert_core.evaluate.meter_run import read_prompts
 from witcert_core.evaluate.records import RecordFile, SampleRecord, read_records
 from witcert_core.evaluate.settings import QuantizerSpec, base_settings, build_policy, parse_quantizer
+from witcert_core.gate_registry import GATES
+from witcert_core.gates import GateDecision, GateState
 from witcert_core.report.schema import load_schema
 
 QUANTIZERS = "fp8_e4m3_cast,int4_token_group:group_size=32"
@@ -96,6 +100,36 @@ def test_records_that_were_spoiled_are_one_line(twin_path: Path, tmp_path: Path,
         assert main(command) == 2
         assert str(tmp_path / name) in capsys.readouterr().err.splitlines()[-1]
         (tmp_path / name).unlink()
+
+
+@dataclass(frozen=True)
+class BadGate:
+    """Decides what a plugin might: nothing, or to repair one block for ever."""
+
+    name: ClassVar[str] = "bad"
+    repairs: ClassVar[bool] = True
+    decision: ClassVar[Any] = None
+
+    def decide(self, state: GateState) -> Any:
+        return self.decision
+
+
+@pytest.mark.parametrize(
+    ("decision", "why"),
+    [
+        (None, "gate 'bad' decided None; decide must return a GateDecision"),
+        (GateDecision("repair", torch.zeros(1), 0), "wants block 0 of 1 repaired, which is exact already"),
+        (GateDecision("repair", torch.zeros(1), 99), "wants block 99 of 1 repaired"),
+    ],
+)
+def test_a_gate_that_decides_nonsense_is_one_line(decision, why, twin_path, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(BadGate, "decision", decision)
+    monkeypatch.setitem(GATES._classes, "bad", BadGate)
+    (tmp_path / "p.yaml").write_text("{version: 1, quantizer: {name: int4_token_group}, gate: {kind: bad}}")
+    (tmp_path / "p.txt").write_text("key1 is 23")
+    command = ["meter", "--model", str(twin_path), "--policy", str(tmp_path / "p.yaml")]
+    assert main([*command, "--prompts", str(tmp_path / "p.txt"), "--max-new-tokens", "3"]) == 2
+    assert why in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import isnan
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from witcert_core.errors import InputError, QuantizerError
 from witcert_core.hooks import quantizer_registry
 from witcert_core.quantizers import QuantizerRegistry
 from witcert_core.quantizers.conformance import check_quantizer
@@ -22,6 +24,8 @@ def show(
     check: Annotated[bool, typer.Option("--check", help="Also hold each against its contract.")] = False,
 ) -> None:
     """List the quantizers, those of installed plugins included."""
+    if check and head_dim % 2:
+        raise InputError(f"--head-dim is {head_dim}; --check rotates keys, which takes an even one")
     registry = quantizer_registry()
     table = Table("name", "tier", f"bytes (D={head_dim})", "of 16 bit", "parameters", "from", box=SIMPLE)
     for name in registry.names():
@@ -36,14 +40,28 @@ def show(
         )
 
 
+def _size(registry: QuantizerRegistry, name: str, head_dim: int) -> float | None:
+    try:
+        size = registry.get(name).bytes_per_token_head(head_dim)
+    except InputError:
+        return float("nan")  # it has no layout at this width; the others have
+    except Exception as error:
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise QuantizerError(f"quantizer {name!r}: bytes_per_token_head({head_dim}) failed: {cause}") from error
+    if size is not None and not isinstance(size, int | float):
+        raise QuantizerError(f"quantizer {name!r}: bytes_per_token_head({head_dim}) is {size!r}; expected a number")
+    return size
+
+
 def _row(registry: QuantizerRegistry, name: str, head_dim: int) -> tuple[str, ...]:
     cls = registry.cls(name)
-    size = None if registry.required(name) else registry.get(name).bytes_per_token_head(head_dim)
+    size = None if registry.required(name) else _size(registry, name, head_dim)
     exact = 4.0 * head_dim
+    told = "not declared" if size is None else "not this wide" if isnan(size) else f"{size:g}"
     return (
         cls.tier + ("+w" if cls.stored_witness else ""),
-        "not declared" if size is None else f"{size:g}",
-        "" if size is None else f"{size / exact:.1%}",
+        told,
+        "" if size is None or isnan(size) else f"{size / exact:.1%}",
         ", ".join(registry.parameters(name)),
         registry.source(name),
     )

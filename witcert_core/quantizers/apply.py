@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from witcert_core.errors import QuantizerError
+from witcert_core.errors import QuantizerError, WitCertError
 from witcert_core.quantizers.base import CalibratedQuantizer, Kind, QuantContext, Quantizer
 from witcert_core.rotary import RotaryTable
 
@@ -31,11 +31,11 @@ def fake_quantize(
     """
     if not _turns(quantizer, kind):
         # A copy: a quantizer that wrote into its input would be measured against its own result.
-        values = quantizer.fake_quantize(x.clone(), kind=kind, layer=layer, positions=positions, ctx=ctx)
+        values = _called(quantizer, x.clone(), kind, layer, positions, ctx)
         return _checked(quantizer, values, x, kind, layer)
     rope = _needed(quantizer, table, layer)
     before = rope.unrotate(x, positions)
-    values = quantizer.fake_quantize(before, kind=kind, layer=layer, positions=positions, ctx=ctx)
+    values = _called(quantizer, before, kind, layer, positions, ctx)
     return rope.rotate(_checked(quantizer, values, x, kind, layer), positions)
 
 
@@ -44,7 +44,7 @@ def fake_quantize_both(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [N, H, D] float32 of a quantizer that treats both alike, in one call."""
     both = torch.cat((k, v))  # a copy, as in `fake_quantize`
-    values = quantizer.fake_quantize(both, kind="k", layer=layer, positions=torch.cat((positions, positions)), ctx=ctx)
+    values = _called(quantizer, both, "k", layer, torch.cat((positions, positions)), ctx)
     values = _checked(quantizer, values, both, "k", layer)
     return values[: len(k)], values[len(k) :]
 
@@ -85,7 +85,28 @@ def _needed(quantizer: Quantizer, table: RotaryTable | None, layer: int) -> Rota
     return table
 
 
-def _checked(quantizer: Quantizer, values: Tensor, x: Tensor, kind: Kind, layer: int) -> Tensor:
+def _called(
+    quantizer: Quantizer, x: Tensor, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
+) -> Tensor:
+    try:
+        return quantizer.fake_quantize(x, kind=kind, layer=layer, positions=positions, ctx=ctx)
+    except (WitCertError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        cause = " ".join(str(error).split())
+        raise QuantizerError(
+            f"quantizer {quantizer.name!r} failed on {kind} of shape {tuple(x.shape)} in layer {layer}: "
+            f"{type(error).__name__}: {cause}; `witcert quantizers --check` holds it to its contract"
+        ) from error
+
+
+def _checked(quantizer: Quantizer, values: object, x: Tensor, kind: Kind, layer: int) -> Tensor:
+    if not isinstance(values, Tensor) or values.dtype != x.dtype or values.device != x.device:
+        what = f"{values.dtype} on {values.device}" if isinstance(values, Tensor) else type(values).__name__
+        raise QuantizerError(
+            f"quantizer {quantizer.name!r} returned {what} for {kind} in layer {layer}; it must return a "
+            f"{x.dtype} tensor on {x.device}"
+        )
     if values.shape != x.shape:
         raise QuantizerError(
             f"quantizer {quantizer.name!r} returned {tuple(values.shape)} for {kind} of shape {tuple(x.shape)} in "

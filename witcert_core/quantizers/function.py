@@ -87,6 +87,8 @@ def _read_signature(
     for argument in arguments:
         if argument is positional[0]:
             continue
+        if hasattr(Quantizer, argument.name) or argument.name in get_type_hints(Quantizer):
+            raise QuantizerError(f"quantizer {name!r}: a parameter cannot be called {argument.name!r}; rename it")
         if argument.name in _CONTEXT_KEYWORDS:
             keywords.append(argument.name)
         elif argument.name not in hints:

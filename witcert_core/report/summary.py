@@ -6,6 +6,7 @@ Shapes: L layers, H query heads of this rank. A request costs O(L*H) memory, wha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,7 +158,7 @@ class RequestLedger:
         if self._jsonl is not None:
             self._jsonl.write(summary)
         for observer in self._on_report:
-            observer(summary)
+            observer(deepcopy(summary))  # what a plugin does to it must not change the report
         return summary
 
     def forget(self, request_id: str) -> None:
