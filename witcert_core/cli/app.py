@@ -67,8 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             args=None if arguments is None else list(arguments), prog_name="witcert", standalone_mode=False
         )
         sys.stdout.flush()
-    except SystemExit:  # how click ends when the reader of a pipe has gone
-        return NO_READER
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # how click ends when the reader of a pipe has gone
+            return NO_READER
+        raise  # a signal that ends a campaign, with its own code
     except BrokenPipeError as error:
         _drop_output(error)
         return NO_READER
