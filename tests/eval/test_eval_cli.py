@@ -102,6 +102,15 @@ def test_records_that_were_spoiled_are_one_line(twin_path: Path, tmp_path: Path,
         (tmp_path / name).unlink()
 
 
+@pytest.mark.parametrize(
+    "odd", [["--lengths", ""], ["--lengths", ","], ["--modes", ""], ["--seed", "-1"], ["--seed", str(2**63)]]
+)
+def test_lists_without_a_word_and_seeds_out_of_range_are_one_line(odd, tmp_path: Path, capsys):
+    assert main(["eval", "ruler", "--model", "m", "--quantizers", "none", "--out", str(tmp_path), *odd]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert odd[0] in line
+
+
 @dataclass(frozen=True)
 class BadGate:
     """Decides what a plugin might: nothing, or to repair one block for ever."""

@@ -30,7 +30,7 @@ Out = Annotated[Path, typer.Option(help="Directory for records, results and figu
 Samples = Annotated[int, typer.Option(min=1, help="Samples of every task at every length.")]
 Tasks = Annotated[str, typer.Option(help="Comma-separated; empty: all of the source.")]
 Source = Annotated[str, typer.Option(help="Task source; auto: the first that fits the tokenizer.")]
-Seed = Annotated[int, typer.Option(help="Seed of the samples and of the bootstrap.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the samples and of the bootstrap.")]
 Dtype = Annotated[str, typer.Option(help="Of the model: auto (its own), float32, bfloat16 or float16.")]
 PolicyFile = Annotated[Path | None, typer.Option(help="Policy file for everything but the quantizer.")]
 Plot = Annotated[bool, typer.Option(help="Also draw figures (needs matplotlib).")]
@@ -81,9 +81,9 @@ def ruler(
         model=model,
         url=url,
         quantizers=[parse_quantizer(name) for name in split(quantizers, brackets=True)],
-        modes=[parse_mode(mode) for mode in split(modes)],
+        modes=[parse_mode(mode) for mode in some(modes, "--modes")],
         tasks=split(tasks),
-        lengths=[parse_length(text) for text in split(lengths)],
+        lengths=parse_lengths(lengths),
         samples=samples,
         out=out,
         source=source,
@@ -126,6 +126,19 @@ def split_options(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is no list of options: {error}") from error
+
+
+def some(text: str, option: str) -> list[str]:
+    """The words, at least one."""
+    words = split(text)
+    if not words:
+        raise typer.BadParameter(f"{option} is {text!r}, which names none; leave it out or name some")
+    return words
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Positive numbers of tokens, at least one."""
+    return [parse_length(word) for word in some(text, "--lengths")]
 
 
 def parse_length(text: str) -> int:
@@ -192,7 +205,7 @@ def open_inputs(model: str, dtype: str, source: str, tasks: str, lengths: str, s
         dtype=dtype,
         source=source,
         tasks=split(tasks),
-        lengths=[parse_length(text) for text in split(lengths)],
+        lengths=parse_lengths(lengths),
         count=samples,
         seed=seed,
     )
