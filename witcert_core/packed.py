@@ -126,9 +126,19 @@ class PackedCache:
         if keys.dtype != target.k_bypass.dtype:
             kept = target.k_bypass.dtype
             raise InputError(f"layer {layer}: keys are {keys.dtype}, outliers are kept in {kept}; give them in that")
-        if target.channels is None:
-            target.channels = bypass.outlier_channels(keys, self.rotary, target.k_bypass.shape[-1] // 2)
-        return bypass.without(keys, target.channels)
+        channels = self.choose(layer, keys) if target.channels is None else target.channels
+        return bypass.without(keys, channels)
+
+    def choose(self, layer: int, keys: Tensor) -> Tensor:
+        """The outlier channels of a layer from keys [N, Hkv, D], which hold from now on; codes stay as they are.
+
+        Raises InputError for a layer that keeps no outliers.
+        """
+        target = self.layers[layer]
+        if target.k_bypass is None:
+            raise InputError(f"layer {layer} keeps no outliers, so it has no channels to choose")
+        target.channels = bypass.outlier_channels(keys, self.rotary, target.k_bypass.shape[-1] // 2)
+        return target.channels
 
     def write(self, layer: int, slots: Tensor, exact_k: Tensor, exact_v: Tensor, k: Encoded, v: Encoded) -> None:
         """Store N tokens: codes, scales, and the witness and outliers of the keys if the layout has them.

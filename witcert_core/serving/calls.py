@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,16 +51,11 @@ class AttentionCall:
         first = bool(self.reads_stored[0])
         return first if bool((self.reads_stored == first).all()) else None
 
-    def own(self, new_tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]] | None:
-        """Exact keys and values of each request's own chunk where it reads them (of a request all tokens or none).
-
-        None when no token of the pass does.
-        """
+    @property
+    def read_exactly(self) -> AttentionCall | None:
+        """The tokens whose exact selves are read in this pass; None if there are none."""
         late = ~self.early
-        if not bool(late.any()):
-            return None
-        parts = zip(*(torch.split(x, list(new_tokens)) for x in (self.exact_k, self.exact_v, late)), strict=True)
-        return [(k[mine], v[mine]) for k, v, mine in parts]
+        return self.part(late) if bool(late.any()) else None
 
     def part(self, chosen: Tensor) -> AttentionCall:
         """The call of the `chosen` [N] bool tokens alone, for writing and accounting; it must not be run."""

@@ -41,7 +41,7 @@ class EngineCache(SimulatedCache):
         self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float], out: Tensor
     ) -> None:
         """Meter the planned rows over what their requests read, chunks that read themselves exactly included."""
-        side, own = self.store[call.layer], call.own(plan.new_tokens)
+        side, own = self.store[call.layer], call.read_exactly
         read = gather(plan.requests, side, lambda flat: self.pool.read(call.layer, flat), own)
         exact_k = self.store.exact_k.get(call.layer)
         audited = None if exact_k is None else exact_k[read.slots]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from witcert_core.meter import Radii
+from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.rows import MeteredRow
 
 
@@ -57,19 +59,6 @@ class Gathered:
         """Keys and values by place."""
         return self.k.index_select(0, places), self.v.index_select(0, places)
 
-    def with_exact(self, slots: Tensor, k: Tensor, v: Tensor) -> Gathered:
-        """The same where `slots` [N] give exact k [N, Hkv, D] and v [N, Hkv, Dv], whichever request reads them.
-
-        An engine may hand out a prefix in the very pass that computes it: what is not written yet cannot be read.
-        """
-        order = slots.argsort()
-        nearest = torch.searchsorted(slots[order], self.slots).clamp(max=slots.numel() - 1)
-        place = order[nearest]
-        exact = slots[place] == self.slots
-        own_k, own_v = self.k.clone(), self.v.clone()
-        own_k[exact], own_v[exact] = k[place[exact]].to(own_k), v[place[exact]].to(own_v)
-        return replace(self, k=own_k, v=own_v, radii=replace(self.radii, exact=exact))
-
     def seen(self, rows: Sequence[MeteredRow]) -> list[Tensor]:
         """The places [S] that each row sees."""
         places = torch.arange(self.starts[-1], device=self.slots.device)
@@ -80,21 +69,20 @@ def gather(
     slots: Sequence[Tensor],
     inner: Radii,
     read: Callable[[Tensor], tuple[Tensor, Tensor]],
-    own: Sequence[tuple[Tensor, Tensor]] | None = None,
+    own: AttentionCall | None = None,
 ) -> Gathered:
-    """What `slots[i]` [S_i] of each request i hold, in order of position; `read(slots)` gives k and v.
+    """What `slots[i]` [S_i] of each request i hold, in order of position; `read(slots)` gives k and v, copies.
 
-    own: exact keys and values of each request's own chunk, which then replace its last tokens (their slots are not
-    written yet); None when the chunk reads what is stored.
+    own: the new tokens of the pass that are read exactly, whichever request reads them: their slots are not written
+    yet, and an engine may hand out a prefix in the very pass that computes it. None where all read what is stored.
     """
     flat = torch.cat(list(slots))
     k, v = read(flat)
-    exact = None if own is None else torch.zeros(flat.numel(), dtype=torch.bool, device=flat.device)
-    starts = [0]
-    for i, mine in enumerate(slots):
-        end = starts[-1] + mine.numel()
-        if own is not None and exact is not None:
-            first = end - own[i][0].shape[0]
-            k[first:end], v[first:end], exact[first:end] = own[i][0].to(k), own[i][1].to(v), True
-        starts.append(end)
-    return Gathered(k, v, PlacedRadii(inner, flat, exact), starts)
+    exact = None
+    if own is not None:
+        order = own.slots.argsort()
+        nearest = torch.searchsorted(own.slots[order], flat).clamp(max=own.slots.numel() - 1)
+        place = order[nearest]
+        exact = own.slots[place] == flat
+        k[exact], v[exact] = own.exact_k[place[exact]].to(k), own.exact_v[place[exact]].to(v)
+    return Gathered(k, v, PlacedRadii(inner, flat, exact), [0, *accumulate(mine.numel() for mine in slots)])

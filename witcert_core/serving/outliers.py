@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from witcert_core import bypass
 from witcert_core.packed import PackedCache
 from witcert_core.serving.calls import AttentionCall
 
@@ -41,21 +40,16 @@ class OutlierChoice:
         kept = self._kept.get(call.layer)
         if kept is None:
             return None
-        layer = self.cache[call.layer]
-        if layer.k_bypass is None:
-            return None
+        before = self.cache[call.layer].channels
         tokens = call.slots.numel() + sum(other.slots.numel() for other in kept)
         final = call.slots.numel() >= ENOUGH or tokens > MOST
-        if not final and layer.channels is not None:
+        if not final and before is not None:
             kept.append(_copied(call))
             return None
-        keys = torch.cat([*(other.exact_k for other in kept), call.exact_k])
-        chosen = bypass.outlier_channels(keys, self.cache.rotary, layer.k_bypass.shape[-1] // 2)
-        same = layer.channels is not None and torch.equal(chosen, layer.channels)
-        layer.channels = chosen
+        chosen = self.cache.choose(call.layer, torch.cat([*(other.exact_k for other in kept), call.exact_k]))
         if final:
             del self._kept[call.layer]
-            return None if same else kept
+            return None if before is not None and torch.equal(chosen, before) else kept
         kept.append(_copied(call))
         return []
 

@@ -116,17 +116,15 @@ class PackedStorage:
         if early.any():
             self._write(call.part(early), k.part(early), v.part(early))
         source = self.cache if self.repaired is None else self.repaired
-        read = gather(plan.requests, source[call.layer], lambda flat: source.read(call.layer, flat))
-        if late.any():
-            own = call.part(late)
-            read = read.with_exact(own.slots, own.exact_k, own.exact_v)
+        own = call.read_exactly
+        read = gather(plan.requests, source[call.layer], lambda flat: source.read(call.layer, flat), own)
         out = attend(call.q, read, plan.new_tokens, call.sm_scale)
         if self.repairer is None:
             self._measure(call, read, plan, step, deltas)
         else:
             self._gate(call, plan, step, deltas, out)
-        if late.any():
-            self._write(call.part(late), k.part(late), v.part(late))
+        if own is not None:
+            self._write(own, k.part(late), v.part(late))
         return out.reshape(call.q.shape[0], -1)
 
     def _encode(self, call: AttentionCall) -> tuple[Coded, Coded]:

@@ -26,8 +26,8 @@ def write_witness_reference(
     stored_k, stored_v = fake_k[used].to(k.dtype), fake_v[used].to(v.dtype)
     k[page, offset] = stored_k
     v[page, offset] = stored_v
-    witness[page, offset] = witness_codes(exact_k[used], stored_k, bands)
-    value_witness[page, offset] = value_codes(exact_v[used], stored_v)[..., None]
+    sides = witness.flatten(0, 1), value_witness.flatten(0, 1)[..., 0]
+    record_witness_reference(exact_k[used], exact_v[used], stored_k, stored_v, *sides, slot_mapping[used], bands)
 
 
 def record_witness_reference(
