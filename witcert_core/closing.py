@@ -56,6 +56,23 @@ class ClosingRule:
             return 0
         return max(length - self.recent_tokens, 0) // self.token_group * self.token_group
 
+    def passes(self, length: int, new: int) -> list[int]:
+        """How `new` tokens after the first `length` may be fed in: how many in each pass.
+
+        As few passes as let every token read what it would read if it were written alone. A token reads those of its
+        pass as they are once all of them are written, and what more has become due by then is closed too early for it.
+        """
+        sizes: list[int] = []
+        waiting: int | None = None  # closed tokens of a row of this pass that also reads open ones
+        for count in range(length + 1, length + new + 1):
+            closed = self.num_closed(count)
+            if not sizes or waiting not in (None, closed):
+                sizes.append(0)
+                waiting = None
+            sizes[-1] += 1
+            waiting = closed if closed < count else waiting
+        return sizes
+
     def describe(self) -> str:
         """When tokens are quantized, for people."""
         waits = []

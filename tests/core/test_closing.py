@@ -29,6 +29,29 @@ def test_closed_tokens_by_length(rule: ClosingRule, closed: dict[int, int]) -> N
     assert rule.immediate == (rule == ClosingRule())
 
 
+@pytest.mark.parametrize(
+    ("rule", "length", "new", "sizes"),
+    [
+        (ClosingRule(), 5, 40, [40]),
+        (ClosingRule(), 5, 0, []),
+        (CALIBRATED, 20, 40, [40]),
+        (CALIBRATED, 5, 40, [2, 38]),
+        (GROUPED, 8, 12, [2, 4, 4, 2]),
+        (ClosingRule(token_group=32, recent_tokens=96), 200, 480, [23, *[32] * 14, 9]),
+        (ClosingRule(recent_tokens=5), 20, 3, [1, 1, 1]),
+    ],
+)
+def test_tokens_are_fed_in_together_as_long_as_each_reads_what_it_would_read_alone(
+    rule: ClosingRule, length: int, new: int, sizes: list[int]
+) -> None:
+    assert rule.passes(length, new) == sizes
+    for size in sizes:
+        end = length + size
+        for own in range(length + 1, end + 1):
+            assert min(rule.num_closed(end), own) == rule.num_closed(own)
+        length = end
+
+
 def test_people_are_told_when_tokens_are_quantized() -> None:
     assert ClosingRule().describe() == "as they are written"
     assert ClosingRule(4, 8, 16).describe() == (

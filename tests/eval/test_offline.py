@@ -107,6 +107,22 @@ def test_decoding_writes_what_forcing_expects(twin: LoadedModel, name: str):
     assert answer.summary["engine"] == "offline"
 
 
+def test_a_forced_answer_takes_a_pass_a_group_not_a_token(twin: LoadedModel):
+    """And every row reads what it reads when the answer is fed in token by token."""
+    (sample,) = make_samples("multi_key", 140, 1, 3)
+    answer = (sample.prompt_ids * 2)[:101]
+    engine = OfflineEngine(twin, policy("kivi"), 300)
+    logits, summary = engine.force("a", sample.prompt_ids, answer)
+    assert engine.runtime.passes <= 1 + 100 // 32 + 2
+    alone = OfflineEngine(twin, policy("kivi"), 300)
+    parts = [alone.forward(sample.prompt_ids)[-1:], *(alone.forward([token]) for token in answer[:-1])]
+    one_by_one = alone.runtime.finish("", "forced")
+    torch.testing.assert_close(logits, torch.cat(parts), atol=1e-3, rtol=1e-3)
+    assert summary["cells_measured"] == one_by_one["cells_measured"]
+    for mine, theirs in zip(summary["worst_by_layer_head"], one_by_one["worst_by_layer_head"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3)
+
+
 def test_rows_the_stride_leaves_out_are_unknown(original: LoadedModel):
     (sample,) = make_samples("multi_query", 200, 1, 3)
     engine = OfflineEngine(original, policy("int8_dither", meter={"stride": 4}), 256)

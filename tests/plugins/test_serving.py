@@ -78,6 +78,25 @@ def test_however_a_prompt_is_cut_the_same_is_stored(name: str) -> None:
     assert all(torch.equal(x, y) for cache in caches[1:] for x, y in zip(cache, caches[0], strict=True))
 
 
+@pytest.mark.parametrize("name", ["kivi", "fp8_calibrated", "kvquant", "skvq"])
+def test_tokens_fed_in_together_are_stored_and_witnessed_bit_for_bit_as_one_by_one(name: str) -> None:
+    """In far fewer passes, but for a sliding window, which closes a token in each."""
+    found, passes = [], []
+    for together in (False, True):
+        engine = engine_of(name, prefill_reads="stored")
+        request = Served(engine, 1)
+        engine.step({request: 35})
+        sizes = engine.runtime.cache.open.rule.passes(35, 100) if together else [1] * 100
+        for size in sizes:
+            engine.step({request: size})
+        passes.append(len(sizes))
+        own = request.slots[: request.length]
+        side = [tensor[own] for layer in range(LAYERS) for tensor in engine.runtime.cache.store[layer].tensors()]
+        found.append([*engine.stored(request, 0), *engine.stored(request, 1), engine.runtime.cache.open.closed, *side])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert passes == [100, 100 if name == "skvq" else 4 if name == "kivi" else 1]
+
+
 def test_a_batch_gives_what_each_request_alone_gives() -> None:
     for name in QUANTIZERS:
         together, alone = engine_of(name), engine_of(name)

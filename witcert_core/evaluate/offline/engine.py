@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from witcert_core.closing import ClosingRule
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.evaluate.offline import bridge
 from witcert_core.evaluate.offline.attention import causal_attention
@@ -96,17 +97,17 @@ class OfflineEngine:
     ) -> tuple[Tensor, dict[str, Any]]:
         """Logits [len(answer_ids), V] before each token of a given answer, and the request's summary.
 
-        The answer goes in as one chunk that reads what is stored, which is what decoding it would have read; token by
-        token where the quantizer takes tokens in groups or keeps the newest exact, so that a chunk would read others.
+        The answer goes in as one chunk that reads what is stored, which is what decoding it would have read; in more
+        where the quantizer closes tokens on the way, so that rows of one chunk would read others: `ClosingRule.passes`.
         """
         if not answer_ids:
             raise InputError("an answer that is fed in needs at least one token")
         self._start(request_id, len(prompt_ids) + len(answer_ids))
         logits = self.forward(prompt_ids)[-1:]
         fed = answer_ids[:-1]
-        chunks = [[token] for token in fed] if self.cache is not None and self.cache.open is not None else [fed]
-        if fed:
-            logits = torch.cat([logits, *(self.forward(chunk, reads_stored=True) for chunk in chunks)])
+        for size in ClosingRule.of(self.runtime.quantizer).passes(len(prompt_ids), len(fed)):
+            done = len(logits) - 1
+            logits = torch.cat([logits, self.forward(fed[done : done + size], reads_stored=True)])
         return logits, self.runtime.finish(request_id, "forced")
 
     def _start(self, request_id: str, num_tokens: int) -> None:
