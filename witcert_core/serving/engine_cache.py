@@ -42,7 +42,7 @@ class EngineCache(SimulatedCache):
     ) -> None:
         """Meter the planned rows over what their requests read, chunks that read themselves exactly included."""
         side, own = self.store[call.layer], call.read_exactly
-        read = gather(plan.requests, side, lambda flat: self.pool.read(call.layer, flat), own)
+        read = gather(plan.requests, side, lambda flat: self.pool.read(call.layer, flat), own, plan.new_tokens)
         exact_k = self.store.exact_k.get(call.layer)
         audited = None if exact_k is None else exact_k[read.slots]
         seen, form = read.seen(plan.rows), self.policy.meter.form

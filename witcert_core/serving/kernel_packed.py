@@ -1,8 +1,8 @@
 """The packed INT8 cache read by kernels: codes are appended, attended and metered on the device, nothing is gathered.
 
 Decode rows, and chunks under `prefill_reads: stored`, go through the decode kernel; a chunk that reads its own exact
-keys goes through the extend kernel, over its prefix, and is packed afterwards. On a GPU, or on a CPU under
-TRITON_INTERPRET=1 (tests).
+keys goes through the extend kernel, over its prefix, and is packed afterwards. A request whose prefix another one
+computes in the same pass is attended after that one is packed. On a GPU, or on a CPU under TRITON_INTERPRET=1 (tests).
 """
 
 from __future__ import annotations
@@ -120,6 +120,9 @@ class KernelPacked(PackedStorage):
         for group in self.groups:
             attended, found, certain = self._launch(call, plan, group, deltas, metered)
             out[group.tokens] = attended
+            if not group.stored:
+                written = call.part(torch.zeros_like(early).index_fill(0, group.tokens, True))
+                self.append(written, written.slots)
             if found is not None:
                 cells |= {number: (found, certain, i) for i, number in enumerate(group.rows)}
         if cells:
@@ -128,19 +131,17 @@ class KernelPacked(PackedStorage):
             if any(delta > 0 for delta in deltas):
                 beside = [row_of(certain or found, i) for found, certain, i in in_order]
                 step.witness_layers[call.layer] = joined(beside)
-        if not bool(early.all()):
-            own = call.part(~early)
-            self.append(own, own.slots)
         return out.reshape(call.q.shape[0], -1)
 
     def _groups(self, plan: RowPlan, early: Tensor) -> list[Group]:
-        """Single stored tokens together, chunks of stored tokens one by one, exact chunks together."""
+        """Single stored tokens together, chunks of stored tokens one by one, exact chunks together; wave by wave."""
         starts = torch.tensor([0, *plan.new_tokens]).cumsum(0).tolist()
         stored = [bool(early[start]) for start in starts[:-1]]
-        indices = range(len(plan.requests))
-        single = [i for i in indices if stored[i] and plan.new_tokens[i] == 1]
-        chunks = [i for i in indices if not stored[i]]
-        members = [single, chunks, *([i] for i in indices if stored[i] and plan.new_tokens[i] > 1)]
+        members: list[list[int]] = []
+        for wave in waves(plan, stored):
+            members.append([i for i in wave if stored[i] and plan.new_tokens[i] == 1])
+            members.append([i for i in wave if not stored[i]])
+            members += [[i] for i in wave if stored[i] and plan.new_tokens[i] > 1]
         groups = []
         for requests in members:
             if not requests:
@@ -298,16 +299,50 @@ class KernelPacked(PackedStorage):
         for i in audited:
             row = plan.rows[rows[i]]
             slots = plan.slots_of(rows[i])
-            first = slots.numel() - call.window_left - 1 if call.window_left >= 0 else 0
-            slots = slots[max(first, 0) :]
+            first = max(slots.numel() - call.window_left - 1, 0) if call.window_left >= 0 else 0
+            slots = slots[first:]
             exact = self.exact_k[call.layer][slots]
             read, _ = self.cache.read(call.layer, slots)
             if not stored:  # the chunk's own tokens are not packed yet, and were read exactly
-                own = torch.isin(slots, call.slots)
+                prefix = plan.requests[row.request].numel() - plan.new_tokens[row.request]
+                own = torch.arange(first, first + slots.numel(), device=slots.device) >= prefix
                 read = torch.where(own[:, None, None], exact.to(read), read)
             found = true_tv(call.q[row.token], read, exact, call.sm_scale, call.logits_soft_cap, call.sinks)
             truth[i] = found.cpu()
         return truth
+
+
+def waves(plan: RowPlan, stored: Sequence[bool]) -> list[list[int]]:
+    """The requests of a pass, in the order in which they may attend: those of a wave read nothing that another one of
+    the same wave or a later one writes only after its attention (requests i with stored[i] false).
+
+    An engine may hand out a prefix in the very pass that computes it; its codes must be there before they are read.
+    """
+    count = len(plan.requests)
+    late = [i for i in range(count) if not stored[i] and plan.new_tokens[i]]
+    if not late or count < 2:
+        return [list(range(count))]
+    written = torch.cat([plan.requests[i][-plan.new_tokens[i] :] for i in late])
+    slots, order = written.sort()
+    sizes = torch.tensor([plan.new_tokens[i] for i in late])
+    writer = torch.tensor(late).repeat_interleave(sizes).to(order.device)[order]
+    prefixes = [seen[: seen.numel() - new] for seen, new in zip(plan.requests, plan.new_tokens, strict=True)]
+    lengths = torch.tensor([prefix.numel() for prefix in prefixes])
+    read = torch.cat(prefixes)
+    reader = torch.arange(count).repeat_interleave(lengths).to(read.device)
+    nearest = torch.searchsorted(slots, read).clamp(max=slots.numel() - 1)
+    found = slots[nearest] == read
+    awaits = torch.unique(torch.stack([reader[found], writer[nearest[found]]], 1), dim=0).tolist()
+    wave = [0] * count
+    for _ in range(count):
+        for mine, other in awaits:
+            wave[mine] = max(wave[mine], wave[other] + 1)
+    if max(wave) >= count:
+        raise UnsupportedError(
+            "two requests of a pass each read what the other one computes in it, so no order serves both; unset "
+            "WITCERT_POLICY to serve without a meter"
+        )
+    return [[i for i in range(count) if wave[i] == number] for number in range(max(wave) + 1)]
 
 
 def paged(layer: PackedLayer) -> tuple[Tensor, Tensor]:
