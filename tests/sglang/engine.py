@@ -42,6 +42,9 @@ class Engine:
         own_pool = sections.pop("own_pool", None)  # a dtype or a KV-cache method of SGLang's own
         meter = {"stride": 1, "audit_every": 1, "max_rows": 64, **sections.pop("meter", {})}
         storage = sections.pop("storage", "simulated")
+        window = sections.pop("window", -1)  # SGLang's sliding_window_size: tokens before a row's own
+        self.window, self.cap = window, sections.pop("cap", 0.0)
+        stock = sections.pop("stock", TorchNativeAttnBackend)  # of a runner, SGLang's own backend
         self.outliers = sections.pop("outliers", {})  # channel -> what its keys are multiplied with
         chosen = {
             "name": quantizer,
@@ -75,9 +78,16 @@ class Engine:
             device="cpu",
         )
         self.runtime = SglangRuntime(policy, policy.build_quantizer(), geometry, self.pool, None)
-        self.backend = metered(TorchNativeAttnBackend)(self.runner)
+        self.runner.sliding_window_size = window if window >= 0 else None
+        self.backend = stock(self.runner)
+        self.backend.__class__ = metered(type(self.backend))
         self.backend.witcert_runtime = self.runtime
-        self.layers = [RadixAttention(HQ, D, SCALE, num_kv_heads=HKV, layer_id=i) for i in range(LAYERS)]
+        self.layers = [
+            RadixAttention(
+                HQ, D, SCALE, num_kv_heads=HKV, layer_id=i, logit_cap=self.cap, sliding_window_size=window
+            )
+            for i in range(LAYERS)
+        ]
         self.dtype = dtype
         self.model_dtype = model_dtype or dtype
         self.rows = self.requests.alloc_rows(2)
@@ -147,11 +157,31 @@ class Engine:
         return self.pool.get_key_buffer(layer)[slots].float(), self.pool.get_value_buffer(layer)[slots].float()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [HQ, D] and weights [HQ, S] of one query [HQ, D] over k, v [S, HKV, D], in float64."""
+def attention(q: Tensor, k: Tensor, v: Tensor, cap: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Output [HQ, D] and weights [HQ, S] of one query [HQ, D] over k, v [S, HKV, D], in float64; cap 0 for none."""
     k, v = (x.double().repeat_interleave(HQ // HKV, 1) for x in (k, v))
-    weights = (torch.einsum("hd,shd->hs", q.double(), k) * SCALE).softmax(-1)
+    logits = torch.einsum("hd,shd->hs", q.double(), k) * SCALE
+    weights = (cap * (logits / cap).tanh() if cap else logits).softmax(-1)
     return torch.einsum("hs,shd->hd", weights, v), weights
+
+
+def triton_backend(runner: Any) -> Any:
+    """SGLang's own Triton backend over the pool of an `Engine`; Triton must have been imported to interpret."""
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+    from sglang.test.kits.attention_unittest.attention_methods import dense_attention as kit
+
+    window, pool = runner.sliding_window_size, runner.token_to_kv_pool
+    case = kit.DenseAttentionCase("", "triton", ForwardMode.DECODE, HQ, HKV, 1, (1, 1), sliding_window_size=window)
+    config = kit.TinyModelConfig(
+        num_heads=HQ, num_kv_heads=HKV, head_dim=D, hidden_size=D, context_len=128, sliding_window_size=window
+    )
+    whole = kit.MockModelRunner(
+        case=case, model_config=config, dtype=pool.dtype, device="cpu", max_context_len=128, head_dim=D
+    )
+    whole.req_to_token_pool, whole.token_to_kv_pool = runner.req_to_token_pool, pool
+    whole.token_to_kv_pool_allocator.get_kvcache = lambda: pool
+    whole.init_kv_index_translator()
+    return TritonAttnBackend(whole)
 
 
 def gated(

@@ -19,7 +19,7 @@ from conftest import write_policy
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from witcert_demo.servers import server_environment
-from witcert_sglang import support
+from witcert_sglang import support, windows
 from witcert_sglang.plugin import is_main_process
 
 from witcert_core.errors import UnsupportedError
@@ -286,7 +286,7 @@ def test_their_calls_go_through_the_meter(name: str) -> None:
         def get_fused_kv_write_buffers(self, layer, forward_batch):  # type: ignore[no-untyped-def]
             return "buffers"
 
-    def attend_layer(run, q, k, v, layer, batch, save, is_decode, kwargs):  # type: ignore[no-untyped-def]
+    def attend_layer(run, q, k, v, layer, batch, save, is_decode, kwargs, backend):  # type: ignore[no-untyped-def]
         calls.append((run(q, k, v, layer, batch, save_kv_cache=save, **kwargs), is_decode))
 
     backend = metered_factory(lambda _runner: Stub(), lambda *_: SimpleNamespace(attend_layer=attend_layer))(None)
@@ -298,12 +298,43 @@ def test_their_calls_go_through_the_meter(name: str) -> None:
     assert name in support.BACKENDS
 
 
-def test_windows_that_flashinfer_ignores_are_refused() -> None:
-    layer = RadixAttention(2, 64, 0.1, num_kv_heads=2, layer_id=0, sliding_window_size=16)
-    model = torch.nn.ModuleList([layer])
-    assert support.check_layers(model, 1, "TritonAttnBackend") == [layer]
+def backend_of(name: str, window: int | None = None) -> object:
+    return type(name, (), {"sliding_window_size": window})()
+
+
+def test_windows_and_caps_that_a_backend_does_not_follow_are_refused() -> None:
+    """Whichever of two backends it is, and whatever the configuration calls them: the layers say what they ask for."""
+    windowed = RadixAttention(2, 64, 0.1, num_kv_heads=2, layer_id=0, sliding_window_size=16)
+    capped = RadixAttention(2, 64, 0.1, num_kv_heads=2, layer_id=0, logit_cap=30.0)
+    windows.check_backend([windowed, capped], backend_of("TritonAttnBackend", 16))
+    windows.check_backend([windowed, capped], backend_of("FlashAttentionBackend"))
+    windows.check_backend([windowed], backend_of("TorchNativeAttnBackend"))
     with pytest.raises(UnsupportedError, match="first chunks; use --attention-backend triton"):
-        support.check_layers(model, 1, "FlashInferAttnBackend")
+        windows.check_backend([windowed], backend_of("FlashInferAttnBackend", 16))
+    with pytest.raises(UnsupportedError, match="caps its logits at 30, which SGLang's torch_native backend ignores"):
+        windows.check_backend([capped], backend_of("TorchNativeAttnBackend"))
+    with pytest.raises(UnsupportedError, match="a window of 17 tokens under a TritonAttnBackend that reads 13 of them"):
+        windows.check_backend([windowed], backend_of("TritonAttnBackend", 12))
+    with pytest.raises(UnsupportedError, match="not one whose windows and logit caps are known"):
+        windows.check_backend([windowed], backend_of("SomeOtherBackend"))
+
+
+def test_the_table_of_windows_is_sglangs_own() -> None:
+    """SGLang's tests of its backends keep the same two lists: whose decode rows see one token less."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+    from sglang.test.kits.attention_unittest.attention_methods import dense_attention as kit
+
+    layer = RadixAttention(2, 64, 0.1, num_kv_heads=2, layer_id=0, sliding_window_size=16)
+    less, whole = kit._SWA_DECODE_MIN_SEQ_LEN_WINDOW, kit._SWA_DECODE_EXTEND_WINDOW
+    assert "triton" in less
+    assert {"torch_native", "fa3", "flashinfer"} <= whole
+    assert set(support.BACKENDS) <= less | whole
+    for backend, decoded in ((TritonAttnBackend, 15), (TorchNativeAttnBackend, 16)):
+        assert windows.window_left(backend, layer, True) == decoded
+        assert windows.window_left(backend, layer, False) == 16
+    layer.sliding_window_size = -1
+    assert windows.window_left(TritonAttnBackend, layer, True) == -1
 
 
 def test_an_abort_on_several_ranks_is_refused() -> None:

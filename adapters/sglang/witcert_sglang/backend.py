@@ -25,14 +25,14 @@ def metered(base: type[Any]) -> type[Any]:
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kw: Any
         ) -> Tensor:
             return self.witcert_runtime.attend_layer(
-                super().forward_decode, q, k, v, layer, forward_batch, save_kv_cache, True, kw
+                super().forward_decode, q, k, v, layer, forward_batch, save_kv_cache, True, kw, base
             )
 
         def forward_extend(
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kw: Any
         ) -> Tensor:
             return self.witcert_runtime.attend_layer(
-                super().forward_extend, q, k, v, layer, forward_batch, save_kv_cache, False, kw
+                super().forward_extend, q, k, v, layer, forward_batch, save_kv_cache, False, kw, base
             )
 
         def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kw: Any) -> None:

@@ -89,7 +89,9 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Signature(
         f"{_ATTENTION}.triton_backend.TritonAttnBackend.init_cuda_graph_state", ("self", "max_bs", "max_num_tokens")
     ),
-    Members(f"{_ATTENTION}.triton_backend.TritonAttnBackend", ("get_cuda_graph_seq_len_fill_value",)),
+    Members(
+        f"{_ATTENTION}.triton_backend.TritonAttnBackend", ("get_cuda_graph_seq_len_fill_value", "sliding_window_size")
+    ),
     Signature(f"{_GRAPHS}.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph", ("self", "forward_batch")),
     Signature(f"{_GRAPHS}.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute", ("self", "forward_batch")),
     Members(f"{_SRT}.model_executor.cuda_graph_config.CudaGraphConfig", ("decode", "prefill")),

@@ -18,7 +18,7 @@ from witcert_core.report.jsonl import check_writable
 from witcert_core.report.prometheus import Metrics
 from witcert_core.serving.banner import banner
 from witcert_core.serving.rotary import rotary_tables
-from witcert_sglang import packed, support
+from witcert_sglang import packed, support, windows
 from witcert_sglang.backend import metered_factory
 from witcert_sglang.geometry import read_geometry
 from witcert_sglang.hooks import Hook, register
@@ -175,10 +175,11 @@ class Installation:
         return refuse_on_error(self.build_runtime, runner, backend)
 
     def build_runtime(self, runner: Any, backend: Any) -> SglangRuntime:
+        """One runtime for the process, whichever backends its prompts and its decode steps have."""
         if self.runtime is None:
             self.checked_options(runner.server_args)  # not every way to start a scheduler leads by the main process
             pool, own = runner.token_to_kv_pool, self.policy.meters_engine
-            layers = support.check_layers(runner.model, pool.layer_num, type(backend).__name__)
+            layers = support.check_layers(runner.model, pool.layer_num)
             if own:
                 support.check_engine_pool(pool, runner.dtype)
             else:
@@ -204,6 +205,8 @@ class Installation:
                 tables,
                 runner.req_to_token_pool,
             )
+        if self.policy.quantizer.storage != "packed":  # which our own kernels attend
+            windows.check_backend(support.check_layers(runner.model, runner.token_to_kv_pool.layer_num), backend)
         return self.runtime
 
     def after_cell_size(self, result: int, configurator: Any, kvc: Any, num_layers: int) -> int:

@@ -23,6 +23,7 @@ from witcert_core.serving.ranks import Ranks
 from witcert_core.serving.rows import RequestPass
 from witcert_core.serving.runtime import Cache, Runtime
 from witcert_core.serving.step import StepCells
+from witcert_sglang import windows
 from witcert_sglang.graphs import DecodeGraphs, requests_on_device, will_replay
 from witcert_sglang.packed import packed_layers
 from witcert_sglang.pool import EnginePool, SlotPool
@@ -142,8 +143,9 @@ class SglangRuntime(Runtime):
         save_kv_cache: bool,
         is_decode: bool,
         kwargs: dict[str, Any],
+        backend: type[Any],
     ) -> Tensor:
-        """One call of the backend's `forward_decode` or `forward_extend`."""
+        """One call of `forward_decode` or `forward_extend` of SGLang's own `backend` class."""
         capturing = self.graphs is not None and self.graphs.captured.capturing is not None
         if not self.in_pass and not capturing:  # warm-up passes of the engine carry no requests
             return attention(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
@@ -156,7 +158,7 @@ class SglangRuntime(Runtime):
             raise UnsupportedError(
                 f"layer {layer.layer_id} passes {odd} to its attention, which the meter does not follow"
             )
-        g = self.geometry
+        g, packed = self.geometry, self.policy.quantizer.storage == "packed"
 
         def run(own_k: Tensor | None, own_v: Tensor | None) -> Tensor:
             k_in, v_in = (k, v) if own_k is None else (own_k, own_v)
@@ -175,7 +177,8 @@ class SglangRuntime(Runtime):
             run=run,
             reads_stored=is_decode or self.policy.prefill_reads == "stored",
             logits_soft_cap=layer.logit_cap,
-            window_left=layer.sliding_window_size,
+            # A packed pool is attended by ours, over the model's own window; any other by the engine's kernel.
+            window_left=layer.sliding_window_size if packed else windows.window_left(backend, layer, is_decode),
             sinks=kwargs.get("sinks"),
         )
         if capturing and self.graphs is not None and not self.in_pass:

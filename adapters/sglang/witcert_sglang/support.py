@@ -303,11 +303,8 @@ def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto", device:
         )
 
 
-def check_layers(model: Any, num_layers: int, backend: str = "") -> list[Any]:
-    """The attention layers; UnsupportedError for some that do more than causal softmax over their own keys.
-
-    backend: name of the attention backend's class.
-    """
+def check_layers(model: Any, num_layers: int) -> list[Any]:
+    """The attention layers; UnsupportedError for some that do more than causal softmax over their own keys."""
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
@@ -327,11 +324,6 @@ def check_layers(model: Any, num_layers: int, backend: str = "") -> list[Any]:
         ):
             if odd:
                 raise UnsupportedError(f"attention layer {layer.layer_id} uses {what}, which the meter does not follow")
-        if "FlashInfer" in backend and layer.sliding_window_size >= 0:
-            raise UnsupportedError(
-                f"attention layer {layer.layer_id} has a sliding window, which SGLang's flashinfer backend leaves out "
-                "of first chunks; use --attention-backend triton"
-            )
     return layers
 
 

@@ -1,0 +1,89 @@
+"""What SGLang's attention backends make of a layer's sliding window, logit cap and sinks: one table.
+
+A layer whose window is w tokens, its own included, has `sliding_window_size` w - 1, so that a row should see its own
+token and that many before it. Not every backend attends so, and a bound over other tokens than those attended to bounds
+nothing. Files and lines are those of SGLang 0.5.23, below `sglang/srt/layers/attention` where no other place is named.
+
+| backend | decode rows see | rows of a prompt chunk see | logit cap | sinks |
+|---|---|---|---|---|
+| torch_native | w: mask k >= q - sliding_window_size, `torch_native_backend.py:42-45` | w, the same mask over prefix and chunk, `:156-164` | ignored: `forward_decode` hands on the scale only, `:403-420` | none: its methods take no `sinks`, `:276-284` |
+| triton | w - 1: `min(seq_lens, sliding_window_size)` tokens, the row's own among them, `triton_backend.py:2869-2872`, read at `:921-932` and `:2379-2392` | w: the prefix is cut to its last w - 1 tokens (`:1090-1104`), and prefix and chunk are masked by q <= k + sliding_window_size, `sglang/kernels/ops/attention/extend_attention.py:563-569` and `:765-778`; in its unified kernel likewise, `:1339-1354` | both kernels, `:355` and `:710` of `decode_attention.py`, `:648` and `:814` of `extend_attention.py` | in the denominator, `decode_attention.py:1010`, `extend_attention.py:873` |
+| flashinfer | w: `clamp(seq_lens, max=sliding_window_size + 1)`, `flashinfer_backend.py:1687-1692` | a first chunk sees everything: `:1464-1471` pass no `window_left` (refused) | both, `:1370` and `:1570` | none |
+| fa3 | w: `window_size=(sliding_window_size, 0)`, `flashattention_backend.py:2141-2149` | w, the same pair, `:1557-1571` | both, `softcap=layer.logit_cap` at `:1783` and `:2296` | both, `sinks=` |
+
+A pass that mixes a chunk with generated tokens, and rows that verify drafts, come through `forward_extend` as a whole, so
+what counts is the method that was called. Triton and FlashInfer cut by the window of the *model runner*; a layer with
+another one is refused. A packed pool is attended by our own kernels, over w tokens everywhere.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from witcert_core.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How one backend class attends.
+
+    decode_less: tokens that a decode row sees less than `sliding_window_size` before its own. windows, soft_cap:
+    whether it follows them everywhere. one_window: whether the model runner's window cuts its reads, not the layer's.
+    """
+
+    decode_less: int = 0
+    windows: bool = True
+    soft_cap: bool = True
+    one_window: bool = False
+
+
+CONVENTIONS: dict[str, Convention] = {
+    "TorchNativeAttnBackend": Convention(soft_cap=False),
+    "TritonAttnBackend": Convention(decode_less=1, one_window=True),
+    "FlashInferAttnBackend": Convention(windows=False, one_window=True),
+    "FlashAttentionBackend": Convention(),
+}
+"""By the name of SGLang's class."""
+
+
+def convention_of(backend: type[Any]) -> Convention:
+    """That of a backend's class, or of the class of SGLang's that it derives from."""
+    for base in backend.__mro__:
+        if base.__name__ in CONVENTIONS:
+            return CONVENTIONS[base.__name__]
+    raise UnsupportedError(
+        f"attention backend {backend.__name__} is not one whose windows and logit caps are known; use one of SGLang's "
+        f"{', '.join(CONVENTIONS)}"
+    )
+
+
+def window_left(backend: type[Any], layer: Any, is_decode: bool) -> int:
+    """Tokens before its own that a row attends to in `layer` (a RadixAttention), negative for all of them."""
+    size = int(layer.sliding_window_size)
+    return size if size < 0 or not is_decode else size - convention_of(backend).decode_less
+
+
+def check_backend(layers: Sequence[Any], backend: Any) -> None:
+    """Raise UnsupportedError for layers whose window or logit cap this backend does not follow."""
+    kind, name = convention_of(type(backend)), type(backend).__name__
+    own = getattr(backend, "sliding_window_size", None)
+    for layer in layers:
+        size, cap = layer.sliding_window_size, layer.logit_cap
+        if size >= 0 and not kind.windows:
+            raise UnsupportedError(
+                f"attention layer {layer.layer_id} has a sliding window, which SGLang's flashinfer backend leaves out "
+                "of first chunks; use --attention-backend triton"
+            )
+        if size >= 0 and kind.one_window and own != size:
+            raise UnsupportedError(
+                f"attention layer {layer.layer_id} has a window of {size + 1} tokens under a {name} that reads "
+                f"{'all' if own is None else own + 1} of them: which tokens are attended to is not known; use "
+                "--attention-backend fa3 or torch_native"
+            )
+        if cap > 0 and not kind.soft_cap:
+            raise UnsupportedError(
+                f"attention layer {layer.layer_id} caps its logits at {cap:g}, which SGLang's torch_native backend "
+                "ignores; use --attention-backend triton"
+            )
