@@ -80,7 +80,9 @@ class Outcome:
 class BlockRepairer:
     """Runs a repairing gate over the requests of a pass; one per process.
 
-    Page-in bytes are counted per request over its life (`forget` ends it).
+    Page-in bytes are counted per request over its life (`forget` ends it); of all layers together or, with
+    `layers_apart`, of each layer by itself. Under the dither law they must be apart: a budget that layers share would
+    let what one layer repairs, and so the queries above it, depend on the dither of those above.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class BlockRepairer:
         *,
         block_size: int,
         max_pagein_bytes: int | None,
+        layers_apart: bool = False,
         form: str = "auto",
     ) -> None:
         self.gate = gate
@@ -99,7 +102,8 @@ class BlockRepairer:
         self.block_size = block_size
         self.max_pagein_bytes = max_pagein_bytes
         self.form = form
-        self._moved: Counter[str] = Counter()
+        self.layers_apart = layers_apart
+        self._moved: dict[str, Counter[int]] = defaultdict(Counter)  # request -> layer -> bytes
         self._touched: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
 
     def begin_pass(self) -> None:
@@ -108,6 +112,13 @@ class BlockRepairer:
 
     def forget(self, request_id: str) -> None:
         self._moved.pop(request_id, None)
+
+    def bytes_left(self, request_id: str, layer: int) -> int | None:
+        """What a request may still page in for `layer`; None for no limit."""
+        if self.max_pagein_bytes is None:
+            return None
+        moved = self._moved[request_id]
+        return self.max_pagein_bytes - (moved[layer] if self.layers_apart else moved.total())
 
     def run(self, call: LayerCall, rows: RequestRows) -> Outcome:
         """Bound, repair and bound again, KV head by KV head."""
@@ -143,7 +154,6 @@ class BlockRepairer:
             exact = group.side.is_exact(rows.slots)
             num_blocks = -(-rows.slots.numel() // self.block_size)
             block_of = torch.arange(rows.slots.numel(), device=rows.slots.device) // self.block_size
-            left = None if self.max_pagein_bytes is None else self.max_pagein_bytes - self._moved[rows.request_id]
             state = GateState(
                 meter=bounds.meter,
                 log_a=terms.acc[:, AccField.LOG_A],
@@ -153,7 +163,7 @@ class BlockRepairer:
                 repaired=_all_of(exact, block_of, num_blocks),
                 available=_all_of(self.shadow.has(rows.slots) | exact, block_of, num_blocks),
                 block_bytes=self.block_size * self.shadow.bytes_per_token_head,
-                bytes_left=left,
+                bytes_left=self.bytes_left(rows.request_id, call.layer),
                 value_risk=group.value_risk(now.weights, terms.norm, block_of, num_blocks),
             )
             decision = self.gate.decide(state)
@@ -171,7 +181,7 @@ class BlockRepairer:
             self._restore(call, wanted, head, group, places)
             blocks += 1
             moved += wanted.numel() * self.shadow.bytes_per_token_head
-            self._moved[rows.request_id] += wanted.numel() * self.shadow.bytes_per_token_head
+            self._moved[rows.request_id][call.layer] += wanted.numel() * self.shadow.bytes_per_token_head
         # Also when another request of this pass restored a block that this one reads: the engine's output is older.
         stale = any(bool(torch.isin(slots, rows.slots).any()) for slots in self._touched[call.layer, head])
         return _HeadOutcome(

@@ -3,7 +3,8 @@
 Shapes: SLOTS slots of the engine's pool, ROWS copies kept, Hkv local KV heads, D head_dim, Dv v_head_dim.
 
 A copy belongs to the token last written into its slot. When the memory is full the copies used longest ago go first;
-their blocks are then *unrepairable*, which is reported as such and never as fine.
+their blocks are then *unrepairable*, which is reported as such and never as fine. A copy is used when a request that
+reads its slot is gated, whatever is repaired: which copies go must not depend on what some layer found (tier D).
 """
 
 from __future__ import annotations
@@ -98,7 +99,6 @@ class ShadowStore:
         rows = self._row_of[_on_host(slots)]
         if bool((rows == NO_ROW).any()):
             raise InputError(f"layer {layer}: the copy of slot {int(slots[rows == NO_ROW][0])} is gone")
-        self._used[rows] = self._clock
         return self._k[layer][rows, kv_head], self._v[layer][rows, kv_head]
 
     def drop(self, slots: Tensor) -> None:

@@ -69,7 +69,8 @@ def test_the_copy_used_longest_ago_goes_first() -> None:
             store.put(layer, index, *tokens(slot, 1))
     store.claim(torch.tensor([5]))
     assert store.has(torch.tensor([0, 1, 2, 5])).tolist() == [False, True, True, True]
-    store.get(3, torch.tensor([1]), 0)  # used now, so 2 is the oldest
+    store.get(3, torch.tensor([2]), 0)  # what is repaired does not count
+    store.touch(torch.tensor([1]))  # used now, so 2 is the oldest
     store.claim(torch.tensor([6]))
     assert store.has(torch.tensor([1, 2, 5, 6])).tolist() == [True, False, True, True]
 

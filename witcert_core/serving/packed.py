@@ -23,7 +23,7 @@ from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.outliers import OutlierChoice
 from witcert_core.serving.repaired import RepairedCache
 from witcert_core.serving.rows import RowPlan
-from witcert_core.serving.simulated import shadow_store
+from witcert_core.serving.simulated import block_repairer, shadow_store
 from witcert_core.serving.step import StepCells
 
 
@@ -48,14 +48,7 @@ class PackedStorage:
         if policy.repairs:
             shadow = shadow_store(policy, geometry)
             self.repaired = RepairedCache(self.cache, shadow, geometry.num_slots, geometry.num_kv_heads)
-            self.repairer = BlockRepairer(
-                policy.build_gate(),
-                self.repaired,
-                shadow,
-                block_size=policy.gate.block_size,
-                max_pagein_bytes=policy.gate.max_pagein_bytes,
-                form=policy.meter.form,
-            )
+            self.repairer = block_repairer(policy, self.repaired, shadow, len(self.metered_layers))
         self.exact_k: dict[int, Tensor] = {}
         if policy.meter.audit_every > 0:
             shape = (geometry.num_slots, geometry.num_kv_heads, geometry.head_dim)

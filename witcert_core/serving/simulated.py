@@ -26,6 +26,7 @@ from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.rows import RowPlan
 from witcert_core.serving.step import StepCells
 from witcert_core.shadow import ShadowStore
+from witcert_core.sides import Sides
 from witcert_core.store import SlotStore
 
 
@@ -65,14 +66,8 @@ class SimulatedCache:
         self.shadow = shadow_store(policy, geometry) if policy.repairs else None
         self.repairer: BlockRepairer | None = None
         if self.shadow is not None:
-            self.repairer = BlockRepairer(
-                policy.build_gate(),
-                self.store,
-                self.shadow,
-                block_size=policy.gate.block_size,
-                max_pagein_bytes=policy.gate.max_pagein_bytes,
-                form=policy.meter.form,
-            )
+            gated = self.metered_layers & self.quantized_layers
+            self.repairer = block_repairer(policy, self.store, self.shadow, len(gated))
 
     @property
     def bytes_side(self) -> int:
@@ -247,6 +242,24 @@ def _halves(call: AttentionCall, k: Coded, v: Coded) -> tuple[_Half | None, _Hal
         return (whole, None) if alike else (None, whole)
     early, late = call.early, ~call.early
     return (call.part(early), k.part(early), v.part(early)), (call.part(late), k.part(late), v.part(late))
+
+
+def block_repairer(policy: Policy, store: Sides, shadow: ShadowStore, num_layers: int) -> BlockRepairer:
+    """The gate of a policy at work over `num_layers` layers.
+
+    Under the dither law each layer gets an equal share of `gate.max_pagein_bytes`, fixed in advance (see
+    `BlockRepairer`).
+    """
+    limit, apart = policy.gate.max_pagein_bytes, policy.tier == "dither"
+    return BlockRepairer(
+        policy.build_gate(),
+        store,
+        shadow,
+        block_size=policy.gate.block_size,
+        max_pagein_bytes=limit // max(num_layers, 1) if apart and limit is not None else limit,
+        layers_apart=apart,
+        form=policy.meter.form,
+    )
 
 
 def shadow_store(policy: Policy, geometry: Geometry) -> ShadowStore:
