@@ -94,21 +94,22 @@ class Gate(Protocol):
 
 
 def block_risk(p: Tensor, c: Tensor, block_of: Tensor, num_blocks: int, known: Tensor | None = None) -> Tensor:
-    """``sum p~ (e^c - 1)`` per block, float64 ``[N]``; infinite where a radius of the block is unknown.
+    """``sum p~ (e^c - 1)`` per block, float64 ``[..., N]``; infinite where a radius of the block is unknown.
 
     Args:
-        p: ``[C, S]`` weights.
-        c: ``[C, S]`` radii.
+        p: ``[..., C, S]`` weights.
+        c: ``[..., C, S]`` radii.
         block_of: int64 ``[S]``, the block of each token.
         num_blocks: ``N``.
-        known: ``[C, S]`` weight that a sketch says was moved at each token; it counts beside what is not known.
+        known: ``[..., C, S]`` weight that a sketch says was moved at each token; it counts beside what is not known.
     """
     growth = p.to(torch.float64) * torch.expm1(c.to(torch.float64))
     if known is not None:
         growth = growth + known
     growth = torch.where(c.isfinite(), growth, float("inf")).nan_to_num(nan=float("inf"), posinf=float("inf"))
-    total = torch.zeros(num_blocks, dtype=torch.float64, device=p.device)
-    return total.index_add(0, block_of, growth.sum(dim=0))
+    of_token = growth.sum(dim=-2)
+    total = torch.zeros(*of_token.shape[:-1], num_blocks, dtype=torch.float64, device=p.device)
+    return total.index_add(-1, block_of, of_token)
 
 
 def misses_target(state: GateState, target: Target, tau: float, tau_out: float) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,10 @@ class ShadowStore:
         return int(self._slot_of.numel())
 
     @property
+    def num_kv_heads(self) -> int:
+        return int(next(iter(self._k.values())).shape[1])
+
+    @property
     def nbytes(self) -> int:
         return sum(t.nbytes for kept in (self._k, self._v) for t in kept.values())
 

@@ -16,8 +16,8 @@ class Side(Radii, Protocol):
         """The same for one KV head."""
         ...
 
-    def is_exact(self, slots: Tensor) -> Tensor:
-        """bool [S]: whether every head here has radius 0 in `slots` [S]."""
+    def exact_heads(self, slots: Tensor) -> Tensor:
+        """bool [S, Hkv]: heads whose key and value have radius 0 in `slots` [S]."""
         ...
 
     def mark_exact(self, slots: Tensor) -> None:

@@ -125,9 +125,14 @@ class LayerSlots:
 
     def is_exact(self, slots: Tensor) -> Tensor:
         """bool [S]: whether keys and values of every head here have radius 0 in `slots` [S]."""
-        exact = torch.ones(slots.numel(), dtype=torch.bool, device=slots.device)
-        for tensor in self._zero_when_exact():
-            exact &= (tensor[slots] == 0).flatten(1).all(1)
+        return self.exact_heads(slots).all(1)
+
+    def exact_heads(self, slots: Tensor) -> Tensor:
+        """bool [S, Hkv]: heads whose key and value have radius 0 in `slots` [S], so that nothing differs there."""
+        exact = self.value_witness[slots] == 0
+        if bool(exact.any()):  # of a cache whose every token is quantized this is all there is to ask
+            for tensor in self._zero_when_exact():
+                exact &= (tensor[slots] == 0).flatten(2).all(2) if tensor.dim() > 2 else tensor[slots] == 0
         return exact
 
     def mark_exact(self, slots: Tensor) -> None:

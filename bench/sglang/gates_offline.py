@@ -6,7 +6,7 @@ All three gates stop at the same target, so what differs is what they restore on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,10 +19,11 @@ from witcert_demo.tasks import Sample
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel, load_model
 from witcert_core.evaluate.stats import mean_interval, paired_difference
+from witcert_core.gated_rows import LayerCall, RequestRows
 from witcert_core.gates import Certified, GateDecision, GateState, Observe
 from witcert_core.hooks import gate_registry, hookimpl, plugin_manager
 from witcert_core.policy import parse_policy
-from witcert_core.repair import BlockRepairer, LayerCall, Outcome, RequestRows
+from witcert_core.repair import BlockRepairer, Outcome
 from witcert_core.tv import attention_logits
 
 TAU, BLOCK = 0.2, 16
@@ -63,7 +64,10 @@ def register_gates() -> None:
 class Oracle(BlockRepairer):
     """Restores the block with the largest share in the true TV until the true TV is within target."""
 
-    def run(self, call: LayerCall, rows: RequestRows) -> Outcome:
+    def run(self, call: LayerCall, requests: Sequence[RequestRows]) -> list[Outcome]:
+        return [self.run_one(call, rows) for rows in requests]
+
+    def run_one(self, call: LayerCall, rows: RequestRows) -> Outcome:
         changed: dict[int, Tensor] = {}
         restored = 0
         stored_k, stored_v = call.pool.read(call.layer, rows.slots)
@@ -91,7 +95,7 @@ class Oracle(BlockRepairer):
                 left &= ~mine
                 restored += int(mine.sum())
                 changed[head] = (self.weights(call, rows, own, k) @ v.double()).to(rows.q.dtype)
-        outcome = super().run(call, rows)
+        (outcome,) = super().run(call, [rows])
         outcome.outputs.update(changed)
         outcome.repaired_bytes = restored * (stored_k.shape[-1] + stored_v.shape[-1]) * stored_k.element_size()
         return outcome

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from witcert_core.bands import band_map
+from witcert_core.gated_rows import LayerCall, RequestRows
 from witcert_core.gates import Certified
 from witcert_core.hooks import quantizer_registry
-from witcert_core.repair import BlockRepairer, LayerCall, RequestRows
+from witcert_core.meter import bound_cells
+from witcert_core.repair import BlockRepairer
 from witcert_core.rotary import RotarySpec
 from witcert_core.serving.gathered import Gathered, PlacedRadii
 from witcert_core.serving.packed import attend
@@ -93,7 +95,8 @@ def test_repaired_rows(spoilt: str) -> None:
     repairer = BlockRepairer(Certified("tv", tau=0.01), store, shadow, block_size=2, max_pagein_bytes=None)
     positions = torch.arange(S - R, S)
     rows = RequestRows("a", q, positions, slots, 0.0, torch.zeros(R, dtype=torch.bool))
-    outcome = repairer.run(LayerCall(LAYER, pool, SCALE), rows)
+    (outcome,) = repairer.run(LayerCall(LAYER, pool, SCALE), [rows])
+    (cells,) = bound_cells([outcome.cells])
     assert sorted(outcome.outputs) == list(range(HKV))
     for row in range(R):
         end = S - R + row + 1
@@ -102,6 +105,6 @@ def test_repaired_rows(spoilt: str) -> None:
         alone = attention(q[row], pool.k[:end], pool.v[:end])
         assert torch.equal(served.isfinite(), alone.isfinite())
         torch.testing.assert_close(served, alone, rtol=1e-5, atol=1e-6, equal_nan=True)
-        assert bool((outcome.cells.meter[row] == 1.0).all()) == (seen and "k" in spoilt)
+        assert bool((cells.meter[row] == 1.0).all()) == (seen and "k" in spoilt)
         if seen:
-            assert bool(outcome.cells.out_bound[row].isinf().all())
+            assert bool(cells.out_bound[row].isinf().all())

@@ -7,8 +7,10 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from witcert_core.cells import Terms
+from witcert_core.gated_rows import LayerCall, RequestRows
 from witcert_core.meter import CellBatch, Radii, Read, Summed, measure_rows
-from witcert_core.repair import BlockRepairer, LayerCall, RequestRows
+from witcert_core.repair import BlockRepairer
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.rows import RowPlan
 from witcert_core.serving.step import StepCells, Verdict
@@ -61,11 +63,10 @@ def gate(
     delta_loc: list[float],
 ) -> None:
     """Gate `rows` [R, H, D] request by request; outputs [TOKENS, H, Dv] of the layer get the repaired rows."""
-    found: list[CellBatch] = []
-    certain: list[CellBatch] = []
-    for index in sorted({row.request for row in plan.rows}):
-        numbers = plan.of_request(index)
-        request = RequestRows(
+    indices = sorted({row.request for row in plan.rows})
+    places = [plan.of_request(index) for index in indices]
+    requests = [
+        RequestRows(
             request_id=step.request_ids[index],
             q=rows[numbers],
             positions=torch.tensor([plan.rows[n].position for n in numbers]),
@@ -73,7 +74,10 @@ def gate(
             delta_loc=min(delta_loc[n] for n in numbers),
             audited=plan.audited[numbers],
         )
-        outcome = repairer.run(call, request)
+        for index, numbers in zip(indices, places, strict=True)
+    ]
+    outcomes = repairer.run(call, requests)
+    for index, numbers, outcome in zip(indices, places, outcomes, strict=True):
         tokens = plan.tokens[numbers]
         for head, output in outcome.outputs.items():
             group = output.shape[1]
@@ -81,25 +85,37 @@ def gate(
         step.verdicts.append(
             Verdict(index, outcome.status, outcome.repaired_blocks, outcome.repaired_bytes, outcome.gave_up)
         )
-        found.append(outcome.cells)
-        certain.append(outcome.witness_cells or outcome.cells)
-    step.layers[call.layer] = joined(found)
+    step.summed[call.layer] = stacked([outcome.cells for outcome in outcomes])
     if any(delta > 0 for delta in delta_loc):
-        step.witness_layers[call.layer] = joined(certain)
+        step.witness_summed[call.layer] = stacked([outcome.witness_cells or outcome.cells for outcome in outcomes])
+
+
+def stacked(parts: list[Summed]) -> Summed:
+    """The rows of several sums of one layer one after the other."""
+    terms = Terms(*(torch.cat([getattr(part.terms, f.name) for part in parts]) for f in fields(Terms)))
+    return Summed(
+        terms,
+        parts[0].form,
+        parts[0].has_sink,
+        torch.cat([part.num_visible for part in parts]),
+        audits([(part.tv_audit, part.terms.norm) for part in parts]),
+        torch.cat([part.delta_loc for part in parts]),
+    )
+
+
+def audits(parts: list[tuple[Tensor | None, Tensor]]) -> Tensor | None:
+    """True TV of the rows of several batches, each with a tensor of its shape: NaN in those that were not audited."""
+    if all(truth is None for truth, _ in parts):
+        return None
+    return torch.cat([torch.full_like(like, float("nan")) if truth is None else truth for truth, like in parts])
 
 
 def joined(batches: list[CellBatch]) -> CellBatch:
     """The rows of several batches one after the other; rows of a batch that was not audited are NaN in `tv_audit`."""
-    audited = any(batch.tv_audit is not None for batch in batches)
 
     def column(name: str) -> Tensor | None:
-        parts = [getattr(batch, name) for batch in batches]
         if name == "tv_audit":
-            if not audited:
-                return None
-            parts = [
-                torch.full_like(b.meter, float("nan")) if p is None else p for b, p in zip(batches, parts, strict=True)
-            ]
-        return torch.cat(parts)
+            return audits([(batch.tv_audit, batch.meter) for batch in batches])
+        return torch.cat([getattr(batch, name) for batch in batches])
 
     return CellBatch(**{field.name: column(field.name) for field in fields(CellBatch)})  # type: ignore[arg-type]

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.gated_rows import LayerCall
 from witcert_core.packed import PackedCache, PackedLayer
 from witcert_core.policy import Policy
-from witcert_core.repair import BlockRepairer, LayerCall
+from witcert_core.repair import BlockRepairer
 from witcert_core.serving import measuring
 from witcert_core.serving.calls import AttentionCall, Coded
 from witcert_core.serving.encoder import Encoder

@@ -111,23 +111,24 @@ class RepairedLayer:
 
     def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
         radius = self._codes().key_radius(q, slots, sm_scale, delta_loc)
-        exact = self._exact(slots)
+        exact = self.exact_heads(slots)
         return radius.masked_fill(exact.T.repeat_interleave(len(q) // exact.shape[1], 0), 0.0)
 
     def value_radius(self, slots: Tensor) -> Tensor:
-        return self._codes().value_radius(slots).masked_fill(self._exact(slots), 0.0)
+        return self._codes().value_radius(slots).masked_fill(self.exact_heads(slots), 0.0)
 
     def residuals(self, slots: Tensor) -> None:
         """Codes bound their own residual, so nothing estimates it."""
         return None
 
     def is_exact(self, slots: Tensor) -> Tensor:
-        return self._exact(slots).all(1)
+        return self.exact_heads(slots).all(1)
 
     def mark_exact(self, slots: Tensor) -> None:
         self.owner.mark(self.layer, slots, self.heads)
 
-    def _exact(self, slots: Tensor) -> Tensor:
+    def exact_heads(self, slots: Tensor) -> Tensor:
+        """bool [S, Hkv]: heads that are read from their exact copies, or of the chunk that is being computed."""
         return self.owner.exact(self.layer, slots)[:, self.heads]
 
     def _codes(self) -> PackedLayer:

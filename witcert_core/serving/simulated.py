@@ -15,10 +15,11 @@ from torch import Tensor
 from witcert_core.bands import band_map
 from witcert_core.closing import ClosingRule, DueTokens, OpenTokens
 from witcert_core.errors import UnsupportedError
+from witcert_core.gated_rows import LayerCall
 from witcert_core.policy import Policy
 from witcert_core.pool import Pool
 from witcert_core.quantizers.base import KINDS
-from witcert_core.repair import BlockRepairer, LayerCall
+from witcert_core.repair import BlockRepairer
 from witcert_core.serving import measuring
 from witcert_core.serving.calls import AttentionCall, Coded
 from witcert_core.serving.encoder import Encoder
