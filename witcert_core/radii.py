@@ -10,6 +10,7 @@ Channels kept exactly beside a quantized cache (an outlier bypass) have no error
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -81,22 +82,44 @@ def radius_dither(
     """
     if not 0.0 <= delta_loc < 1.0:
         raise BudgetError(f"delta_loc is {delta_loc}; it must lie in [0, 1), 0 for the deterministic radius")
+    if delta_loc > 0.0 and num_visible < 1:
+        raise InputError(f"num_visible is {num_visible}; a cell sees at least one token")
+    law = dither_law(q, scales, sm_scale, group)
+    if delta_loc == 0.0:
+        return law.certain
+    tail = math.sqrt(2.0 * math.log(2.0 * num_visible / delta_loc)) * _UP
+    return torch.minimum(law.certain, tail * law.sigma + law.bias)
+
+
+@dataclass(frozen=True)
+class DitherLaw:
+    """What the dither says of each logit's error, float64 ``[H, S]``: ``|eps| <= bias + |e|`` with ``e`` centred.
+
+    Args:
+        sigma: root of the sub-Gaussian proxy of ``e``.
+        bias: certain part, the grid's mean and the evaluation in fp32.
+        certain: radius that holds whatever was drawn.
+    """
+
+    sigma: Tensor
+    bias: Tensor
+    certain: Tensor
+
+
+def dither_law(q: Tensor, scales: Tensor, sm_scale: float, group: int = GROUP) -> DitherLaw:
+    """The law of `radius_dither`, for ``q [H, D]`` and fp16 ``scales [S, Hkv, Gr]``."""
     bands = group_map(q.shape[-1], group)
     s = scales.to(torch.float64)
     q64 = q.to(torch.float64)
     abs_sum = torch.zeros(*q.shape[:-1], bands.num_bands, dtype=torch.float64, device=q.device)
     abs_sum = abs_sum.index_add(-1, bands.channel_band.to(q.device), q64.abs())
     l1 = _contract(abs_sum, s, sm_scale)
-    certain = 0.5 * l1 * HALF_STEP_MARGIN
-    if delta_loc == 0.0:
-        return certain
-    if num_visible < 1:
-        raise InputError(f"num_visible is {num_visible}; a cell sees at least one token")
     proxy = (1.0 - 4.0**-GRID_BITS) / 12.0
-    sigma = (_contract(bands.norms(q64).square(), s.square(), 1.0) * proxy).sqrt() * abs(sm_scale)
-    tail = math.sqrt(2.0 * math.log(2.0 * num_visible / delta_loc)) * _UP
-    likely = tail * sigma + l1 * (2.0 ** -(GRID_BITS + 1) + 2.0**-16)
-    return torch.minimum(certain, likely)
+    return DitherLaw(
+        sigma=(_contract(bands.norms(q64).square(), s.square(), 1.0) * proxy).sqrt() * abs(sm_scale),
+        bias=l1 * (2.0 ** -(GRID_BITS + 1) + 2.0**-16),
+        certain=0.5 * l1 * HALF_STEP_MARGIN,
+    )
 
 
 def arithmetic_radius(q: Tensor, k: Tensor, sm_scale: float) -> Tensor:

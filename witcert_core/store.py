@@ -21,7 +21,7 @@ from witcert_core.bands import BandMap
 from witcert_core.dither import group_witness_codes
 from witcert_core.packed import checked_scales, half_step_radius
 from witcert_core.quantizers.base import Encoded, Quantizer
-from witcert_core.radii import radius_dither, radius_group_witness, radius_witness
+from witcert_core.radii import DitherLaw, dither_law, radius_dither, radius_group_witness, radius_witness
 from witcert_core.sketch import Sketch, decode_sketch, encode_sketch, value_bands
 from witcert_core.waiting import Waiting, Write, joined
 from witcert_core.witness import decode_norm, encode_norm_up, value_codes, witness_codes
@@ -85,6 +85,20 @@ class LayerSlots:
         for part in parts[1:]:
             total = total + part
         return total
+
+    def dither_law(self, q: Tensor, slots: Tensor, sm_scale: float) -> DitherLaw | None:
+        """What the dither says of the errors that `key_radius` bounds, [H, S]; None for other quantizers."""
+        if self.scales is None:
+            return None
+        scales = self.scales[slots]
+        law = dither_law(q, scales, sm_scale)
+        certain = law.certain
+        if self.group_witness is not None:
+            certain = torch.minimum(certain, radius_group_witness(q, scales, self.group_witness[slots], sm_scale))
+        if self.witness is None:
+            return replace(law, certain=certain)
+        rounding = radius_witness(q, self.witness[slots], self.bands, sm_scale)
+        return DitherLaw(law.sigma, law.bias + rounding, certain + rounding)
 
     def joint_key_radius(self, q: Tensor, slots: Tensor, sm_scale: float) -> Tensor | None:
         """Part of `meter.JointRadii`: the witnesses of R rows side by side."""

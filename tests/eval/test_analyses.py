@@ -12,7 +12,7 @@ from witcert_demo.task_source import NEEDLES
 
 from witcert_core.cli import main
 from witcert_core.evaluate import coverage, sweep, trust
-from witcert_core.evaluate.cells import FORMS, METER, WITNESS, CellTable, FormProbe
+from witcert_core.evaluate.cells import FORMS, JOINT, METER, WITNESS, CellTable, FormProbe
 from witcert_core.evaluate.forcing import (
     Forced,
     collect,
@@ -78,6 +78,10 @@ def test_no_form_is_below_the_truth_and_the_meter_is_its_smallest(collected):
         if delta == WITNESS:
             assert all(bool((table.tv <= bound).all()) for bound in bounds.values())
     assert bool((table.bounds[1e-6][METER] >= table.bounds[1e-1][METER]).all())
+    # Without a union over tokens: nothing to say without a law; under it no failure, and most cells tighter.
+    assert bool((table.bounds[WITNESS][JOINT] == 1).all())
+    assert bool((table.tv <= table.bounds[1e-6][JOINT]).all())
+    assert float((table.bounds[1e-6][JOINT] < table.bounds[1e-6][METER]).double().mean()) > 0.5
     assert bool((table.bounds[WITNESS][METER] < table.bounds[WITNESS]["eform"]).any())
     assert all(outcome.right and 0 < outcome.nll < 0.5 for outcome in outcomes)
 

@@ -36,6 +36,8 @@ class Fields:
     m_r: Tensor
     mass_r: Tensor
     mass_r_low: Tensor
+    spare: Tensor
+    """What ``sum p~ (e^|eps| - 1)`` may exceed the radii's sums by, all sets together; 0 but for `joint`."""
     vacuous: Tensor
     """bool: some field is NaN or infinite, or the largest radius is beyond :data:`MAX_RADIUS`."""
 
@@ -66,6 +68,7 @@ def read(acc: Tensor) -> Fields:
         m_r=m_r,
         mass_r=mass_r,
         mass_r_low=mass_r * down,
+        spare=torch.zeros_like(eta),
         vacuous=vacuous,
     )
 

@@ -21,7 +21,7 @@ def gain_bound(f: Fields, low: Tensor, high: Tensor, cap: Tensor) -> Tensor:
 
     ``N`` is concave in ``u`` with its maximum at ``(1 - 2 alpha + eta) / 2``, hence the last cap.
     """
-    eta = f.eta[..., None]
+    eta = (f.eta + f.spare)[..., None]
     slope = 1.0 - 2.0 * low
     u = torch.minimum(cap, 0.5 * (slope + eta)).clamp(min=0.0)
     return high * eta + slope * u + u * (eta - u)
@@ -30,12 +30,16 @@ def gain_bound(f: Fields, low: Tensor, high: Tensor, cap: Tensor) -> Tensor:
 def bound(acc: Tensor) -> Tensor:
     """Float64 ``[...]`` from ``acc [..., 16]``; 1 if unknown."""
     f = read(acc)
-    edges = 0.5 * unit_edges(acc.device)
+    return finish(bound_fields(f), f.vacuous)
+
+
+def bound_fields(f: Fields) -> Tensor:
+    """The same from fields, before its last rounding."""
+    edges = 0.5 * unit_edges(f.eta.device)
     low, high = edges[:-1], edges[1:]
-    eta = f.eta[..., None]
+    eta, spare = f.eta[..., None], f.spare[..., None]
     variance = (f.q - f.eta_low.square()).clamp(min=0.0)[..., None]
     cap = torch.minimum(eta, high * torch.expm1(f.m)[..., None])
-    cap = torch.minimum(cap, high * eta + (high * (1.0 - high) * variance).sqrt())
+    cap = torch.minimum(cap, high * eta + (high * (1.0 - high) * variance).sqrt()) + spare
     n = gain_bound(f, low, high, cap)
-    gain = (1.0 - low) * n / (n + 1.0 - low)
-    return finish(gain.amax(dim=-1), f.vacuous)
+    return ((1.0 - low) * n / (n + 1.0 - low)).amax(dim=-1)

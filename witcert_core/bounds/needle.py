@@ -27,11 +27,16 @@ from witcert_core.bounds.jensen import gain_bound
 def bound(acc: Tensor) -> Tensor:
     """Float64 ``[...]`` from ``acc [..., 16]``; 1 if unknown."""
     f = read(acc)
-    return finish(torch.minimum(_simple(f), _refined(f)), f.vacuous)
+    return finish(bound_fields(f), f.vacuous)
+
+
+def bound_fields(f: Fields) -> Tensor:
+    """The same from fields, before its last rounding."""
+    return torch.minimum(_simple(f), _refined(f))
 
 
 def _simple(f: Fields) -> Tensor:
-    raised = f.mass_r + f.eta_r
+    raised = f.mass_r + f.eta_r + f.spare
     kept = f.p_h * torch.exp(-f.c_h)
     share = raised / (raised + kept)
     # 0/0: nothing beside h and h's own weight underflowed.
@@ -48,7 +53,7 @@ def _refined(f: Fields) -> Tensor:
     m_variance = (f.mass_r * f.q_r - f.eta_r_low.square()).clamp(min=0.0)[..., None]
     cap = torch.minimum(eta_r, high * torch.expm1(f.m_r)[..., None])
     # Not monotone in the fraction beyond 1/2, but where it falls it exceeds eta_r, the other cap.
-    cap = torch.minimum(cap, part1 * eta_r + (part1 * (1.0 - part1) * m_variance).sqrt())
+    cap = torch.minimum(cap, part1 * eta_r + (part1 * (1.0 - part1) * m_variance).sqrt()) + f.spare[..., None]
     n = gain_bound(f, low, high, cap)
     attacked = torch.where(high > 0, high * n / (high + n), 0.0)
     # b = m - alpha enters numerator and denominator; taking it from below in both costs at most this factor.
@@ -64,7 +69,7 @@ def _spared(f: Fields, low: Tensor, high: Tensor, cap: Tensor, b: Tensor) -> Ten
     slope in ``t`` has the sign of a quadratic that is positive at 0, so the first positive root is the only
     interior maximum: both ends of ``u`` and this root are evaluated.
     """
-    eta_r = f.eta_r[..., None]
+    eta_r = (f.eta_r + f.spare)[..., None]
     kept = (f.p_h * torch.exp(-f.c_h))[..., None] + low
     fall = (f.p_h_up * -torch.expm1(-f.c_h))[..., None]
     k = 1.0 - low

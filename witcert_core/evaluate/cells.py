@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from witcert_core.bounds import FORM_NAMES
+from witcert_core.bounds import FORM_NAMES, joint
 from witcert_core.budget import Budget
 from witcert_core.cells import bounds_of, kernel_radius, sum_terms, weight_underflow
 from witcert_core.errors import InputError
@@ -23,10 +23,12 @@ from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.rows import RowPlan
 from witcert_core.serving.simulated import SimulatedCache
+from witcert_core.tv import softmax_with_sink
 
 METER = "meter"
-FORMS = (*FORM_NAMES, METER)
-"""The six forms and the meter, the smallest of `tanh`, `jensen` and `needle`."""
+JOINT = "joint"
+FORMS = (*FORM_NAMES, METER, JOINT)
+"""The six forms; the meter, the smallest of `tanh`, `jensen` and `needle`; and `bounds.joint`, for tier D only."""
 WITNESS = 0.0
 """The failure probability that stands for the deterministic tier."""
 
@@ -86,9 +88,10 @@ class FormProbe:
                 "head": torch.arange(q.shape[0]),
             }
             for delta in self.deltas:
+                delta_loc = self._delta_loc(delta, row.ordinal)
                 terms = sum_terms(
                     logits,
-                    side.key_radius(query, slots, scale, self._delta_loc(delta, row.ordinal)),
+                    side.key_radius(query, slots, scale, delta_loc),
                     omega,
                     centre,
                     side.value_radius(slots),
@@ -97,7 +100,15 @@ class FormProbe:
                     underflow=weight_underflow(slots.numel(), k.dtype, q.dtype),
                     stored=stored,
                 )
-                for form in FORMS:
+                found[f"{delta}/{JOINT}"] = torch.ones_like(terms.extra)
+                law = side.dither_law(query, slots, scale) if delta_loc > 0 else None
+                if law is not None:
+                    sink = int(call.sinks is not None)
+                    errors = (torch.nn.functional.pad(x, (0, sink)) for x in (law.sigma, law.bias, law.certain))
+                    found[f"{delta}/{JOINT}"] = torch.clamp(
+                        joint.bound(softmax_with_sink(logits, call.sinks), *errors, delta_loc) + terms.extra, max=1.0
+                    )
+                for form in FORMS[:-1]:
                     bounds = bounds_of(terms, "auto" if form == METER else form, call.sinks is not None)
                     found[f"{delta}/{form}"] = bounds.meter
                 if delta == self.deltas[0]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from witcert_core.evaluate.cells import FORMS, METER, CellTable, coverage, label, violations
+from witcert_core.evaluate.cells import FORMS, JOINT, METER, WITNESS, CellTable, coverage, label, violations
 from witcert_core.evaluate.plots import figure, plot_lines
 from witcert_core.report.text import percent_down
 
@@ -17,6 +17,7 @@ SCHEMA = "witcert.coverage/1"
 TAUS = tuple(round(0.02 * i, 2) for i in range(1, 51))
 TAU = 0.2
 DELTAS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
+WITNESS_TIER = label(WITNESS)
 SHOWN = ("eform", "jensen", "needle", METER, "extremal")
 """The central figure: the published form, the meter and what it is made of, and the supremum for divisible tokens,
 which `needle` can undercut: it knows that the heaviest token is one.
@@ -72,7 +73,12 @@ def _tightness(bounds: Mapping[str, Tensor]) -> dict[str, dict[str, float] | Non
 def coverage_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """A line for each quantizer and tier: the share certified at tau 0.2 by every form."""
     return [
-        [name, tier, *(percent_down(forms[form]) for form in FORMS), str(sum(result["violations"][tier].values()))]
+        [
+            name,
+            tier,
+            *("–" if form == JOINT and tier == WITNESS_TIER else percent_down(forms[form]) for form in FORMS),
+            str(sum(result["violations"][tier].values())),
+        ]
         for name, result in results.items()
         for tier, forms in result["at_tau"].items()
     ]
