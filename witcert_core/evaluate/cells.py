@@ -104,10 +104,12 @@ class FormProbe:
                 law = side.dither_law(query, slots, scale) if delta_loc > 0 else None
                 if law is not None:
                     sink = int(call.sinks is not None)
-                    errors = (torch.nn.functional.pad(x, (0, sink)) for x in (law.sigma, law.bias, law.certain))
-                    found[f"{delta}/{JOINT}"] = torch.clamp(
-                        joint.bound(softmax_with_sink(logits, call.sinks), *errors, delta_loc) + terms.extra, max=1.0
+                    sigma, bias, certain = (
+                        torch.nn.functional.pad(x, (0, sink)) for x in (law.sigma, law.bias, law.certain)
                     )
+                    weights = softmax_with_sink(logits, call.sinks)
+                    tv = joint.bound(weights, sigma, bias, certain, delta_loc)
+                    found[f"{delta}/{JOINT}"] = (tv + terms.extra).clamp(max=1.0)
                 for form in FORMS[:-1]:
                     bounds = bounds_of(terms, "auto" if form == METER else form, call.sinks is not None)
                     found[f"{delta}/{form}"] = bounds.meter
