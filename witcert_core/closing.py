@@ -84,6 +84,17 @@ class ClosingRule:
             waits.append(f"after a calibration on the first {self.calibration_tokens}")
         return f"{', '.join(waits)}; exact until then" if waits else "as they are written"
 
+    def waits_for(self) -> str:
+        """What keeps tokens exact for a while, '' if every token is quantized as it is written."""
+        waits = []
+        if self.calibration_tokens:
+            waits.append(f"calibrates on the first {self.calibration_tokens} tokens")
+        if self.token_group > 1:
+            waits.append(f"closes groups of {self.token_group} tokens")
+        if self.recent_tokens:
+            waits.append(f"keeps the newest {self.recent_tokens} exact")
+        return " and ".join([", ".join(waits[:-1]), waits[-1]] if len(waits) > 1 else waits)
+
     def check_sharing(self, unit: int, how: str) -> None:
         """Raise UnsupportedError if the engine shares prefixes in units of `unit` tokens that may split a group.
 

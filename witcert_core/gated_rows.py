@@ -63,13 +63,15 @@ class RequestRows:
 class Looked:
     """One KV head of one request as its cache is now: C cells over S tokens in B blocks.
 
-    meter, out_rel [C] and risk, value_risk float64 [B]: see `gates.GateState`. exact bool [S]: tokens with radius 0.
+    meter, out_rel [C] and risk, value_risk float64 [B]: see `gates.GateState`. quantized int64 [C]: tokens each cell sees
+    that are not exact. exact bool [S]: tokens with radius 0.
     repaired, available bool [B]: blocks that are exact, and that are or could be made so.
     """
 
     terms: Terms
     meter: Tensor
     out_rel: Tensor
+    quantized: Tensor
     exact: Tensor
     risk: Tensor
     value_risk: Tensor
@@ -173,6 +175,7 @@ class GatedRows:
         value_risk = _block_sums(by_value, block_of, num_blocks)
         repaired = _all_of(exact.T, block_of, num_blocks)
         available = _all_of((copied | exact).T, block_of, num_blocks)
+        quantized = (~self.unseen.view(num_heads, -1, len(place)) & ~exact.T[:, None]).sum(-1).flatten()
 
         def of(number: int, tokens: int) -> Looked:
             blocks = -(-tokens // block_size)
@@ -181,6 +184,7 @@ class GatedRows:
                 terms_of(terms, cells),
                 bounds.meter[cells],
                 out_rel[cells],
+                quantized[cells],
                 exact[:tokens, number],
                 *(x[number, :blocks] for x in (risk, value_risk, repaired, available)),
             )

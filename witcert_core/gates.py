@@ -29,12 +29,14 @@ class CellStatus(IntEnum):
 
     OBSERVED = 0
     """Measured; nothing was promised."""
-    CERTIFIED = 1
-    """Within the target at the last evaluation."""
+    WITHIN_TARGET = 1
+    """Its bounds are within the target at the last evaluation."""
     RANKED = 2
     """Its risk was brought below the ranking threshold; nothing is promised."""
-    NOT_CERTIFIED = 3
+    ABOVE_TARGET = 3
     """Above the target, and no repair is left."""
+    EXACT = 4
+    """It reads nothing quantized, so nothing is asked of it; said by the caller, whatever a gate decides."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class GateState:
     """One layer and KV head at one step, as just evaluated: ``C`` cells (query heads, rows) and ``N`` blocks.
 
     Args:
-        meter: ``[C]`` bound on TV.
+        meter: ``[C]`` bound on TV; of a cell that reads nothing quantized all four columns are 0.
         log_a: ``[C]`` unclipped ``log A``.
         out_rel: ``[C]`` output bound relative to the output's norm.
         first_meter: ``[C]`` the bound at the step's first evaluation, before any repair.
@@ -170,7 +172,7 @@ class Certified:
         """Repair while some cell is above ``tau`` or ``tau_out``."""
         over_tv, over_output = misses_target(state, self.target, self.tau, self.tau_out)
         wanting = over_tv | over_output
-        status = torch.where(wanting, CellStatus.NOT_CERTIFIED, CellStatus.CERTIFIED).to(torch.int64)
+        status = torch.where(wanting, CellStatus.ABOVE_TARGET, CellStatus.WITHIN_TARGET).to(torch.int64)
         return _next(state, wanting, status, by_output=not bool(over_tv.any()))
 
 
@@ -188,7 +190,7 @@ class RiskRanked:
         saturated = ~(state.first_meter < self.saturation)
         wanting = saturated & ~(state.log_a <= risk_threshold(self.risk_tau))
         status = torch.where(saturated, CellStatus.RANKED, CellStatus.OBSERVED)
-        status = torch.where(wanting, CellStatus.NOT_CERTIFIED, status).to(torch.int64)
+        status = torch.where(wanting, CellStatus.ABOVE_TARGET, status).to(torch.int64)
         return _next(state, wanting, status, by_output=False)
 
 
@@ -215,8 +217,8 @@ class Combined:
         saturated = ~(state.first_meter < self.saturation)
         risky = ~(state.log_a <= risk_threshold(self.risk_tau))
         wanting = missed & (~saturated | risky)
-        status = torch.where(wanting, CellStatus.NOT_CERTIFIED, CellStatus.RANKED)
-        status = torch.where(missed, status, CellStatus.CERTIFIED).to(torch.int64)
+        status = torch.where(wanting, CellStatus.ABOVE_TARGET, CellStatus.RANKED)
+        status = torch.where(missed, status, CellStatus.WITHIN_TARGET).to(torch.int64)
         return _next(state, wanting, status, by_output=not bool((wanting & (over_tv | saturated)).any()))
 
 

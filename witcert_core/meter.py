@@ -36,6 +36,8 @@ class CellBatch:
         out_bound: ``[R, H]`` absolute bound on ``||o - o~||``; infinite if unknown, never NaN.
         out_norm: ``[R, H]`` ``||o~||``.
         num_visible: ``[R]`` int64, tokens seen.
+        num_quantized: ``[R, H]`` int64, those among them that are not known to be read exactly, keys and values alike.
+            0: an *exact* cell, in which nothing differs, so nothing is certified either.
         tv_audit: ``[R, H]`` true TV where audited and NaN elsewhere, or ``None`` when no row was.
         delta_loc: ``[R]`` float64 failure probability spent per cell, 0 for tier W.
         floor: ``[R, H]`` TV is at least this; 0 where the residuals have no sketch.
@@ -48,6 +50,7 @@ class CellBatch:
     out_bound: Tensor
     out_norm: Tensor
     num_visible: Tensor
+    num_quantized: Tensor
     tv_audit: Tensor | None
     delta_loc: Tensor
     floor: Tensor
@@ -61,6 +64,7 @@ class Summed:
     form: str
     has_sink: bool
     num_visible: Tensor
+    num_quantized: Tensor
     tv_audit: Tensor | None
     delta_loc: Tensor
 
@@ -85,6 +89,10 @@ class Radii(Protocol):
 
         With them the radii are around the corrected cache, not around the stored one.
         """
+        ...
+
+    def exact_heads(self, slots: Tensor) -> Tensor:
+        """Bool ``[S, Hkv]``: heads of which key and value are read exactly as the run handed them over."""
         ...
 
 
@@ -199,6 +207,7 @@ def measure_rows(
         if slots.numel() == 0:
             raise InputError(f"row {r} sees no token; leave padded rows out of the batch")
     num_rows, heads, scale = q.shape[0], q.shape[1], abs(sm_scale)
+    quantized = torch.zeros(num_rows, heads, dtype=torch.int64, device=q.device)
     parts: list[Terms] = []
     order: list[int] = []
     for batch in side_by_side(seen, q[0].numel() if num_rows else 1):
@@ -233,6 +242,7 @@ def measure_rows(
             )
         )
         order += batch.rows
+        quantized[batch.rows] = batch.counts(~radii.exact_heads(flat), heads)
 
     truth = None
     if audit_rows is not None and exact_k is not None and bool(audit_rows.any()):
@@ -244,6 +254,7 @@ def measure_rows(
         form=form,
         has_sink=sinks is not None,
         num_visible=torch.tensor([slots.numel() for slots in seen], dtype=torch.int64, device=q.device),
+        num_quantized=quantized,
         tv_audit=truth,
         delta_loc=torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=q.device),
     )
@@ -264,10 +275,16 @@ def key_radii(
 
 
 def cell_batch(
-    terms: Terms, form: str, has_sink: bool, num_visible: Tensor, tv_audit: Tensor | None, delta_loc: Tensor
+    terms: Terms,
+    form: str,
+    has_sink: bool,
+    num_visible: Tensor,
+    num_quantized: Tensor,
+    tv_audit: Tensor | None,
+    delta_loc: Tensor,
 ) -> CellBatch:
     """Bounds of the cells whose terms ``[R, H, ...]`` are given; the other fields as in :class:`CellBatch`."""
-    return _bounded([Summed(terms, form, has_sink, num_visible, tv_audit, delta_loc)])[0]
+    return _bounded([Summed(terms, form, has_sink, num_visible, num_quantized, tv_audit, delta_loc)])[0]
 
 
 def bound_cells(layers: Sequence[Summed]) -> list[CellBatch]:
@@ -295,6 +312,7 @@ def _bounded(layers: list[Summed]) -> list[CellBatch]:
             out_bound=bounds.out[i],
             out_norm=own.norm,
             num_visible=layer.num_visible.cpu(),
+            num_quantized=layer.num_quantized.cpu(),
             tv_audit=None if layer.tv_audit is None else layer.tv_audit.cpu(),
             delta_loc=layer.delta_loc.cpu(),
             floor=bounds.floor[i],

@@ -87,6 +87,10 @@ class PackedLayer:
         """The packed cache keeps no sketch."""
         return None
 
+    def exact_heads(self, slots: Tensor) -> Tensor:
+        """bool [S, Hkv], all False: what is stored is codes."""
+        return torch.zeros(slots.numel(), self.k.shape[1], dtype=torch.bool, device=slots.device)
+
 
 class PackedCache:
     """All layers of one rank. `row_ids` [SLOTS] int64 is shared by them: the pass in which a slot was written."""

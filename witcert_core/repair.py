@@ -19,7 +19,7 @@ from torch import Tensor
 from witcert_core.cells import Terms
 from witcert_core.errors import PluginError
 from witcert_core.gated_rows import GatedRows, LayerCall, Looked, RequestRows, terms_of, together
-from witcert_core.gates import Gate, GateDecision, GateState
+from witcert_core.gates import CellStatus, Gate, GateDecision, GateState
 from witcert_core.layout import AccField
 from witcert_core.meter import Summed, true_tv
 from witcert_core.shadow import ShadowStore
@@ -120,11 +120,14 @@ class BlockRepairer:
         certain = [head.certain for head in heads if head.certain is not None]
         has_sink = call.sinks is not None
         truth = torch.cat(truths, 1) if truths else None
+        quantized = _side_by_side([head.quantized for head in heads], len(rows.q))
+        visible = rows.positions + 1 if call.window_left < 0 else (rows.positions + 1).clamp(max=call.window_left + 1)
+        seen = visible, quantized
         return Outcome(
-            cells=_merge([head.terms for head in heads], rows, rows.delta_loc, self.form, has_sink, truth),
+            cells=_merge([head.terms for head in heads], seen, rows.delta_loc, self.form, has_sink, truth),
             status=_side_by_side([head.status for head in heads], len(rows.q)),
             outputs={i: head.output for i, head in enumerate(heads) if head.output is not None},
-            witness_cells=_merge(certain, rows, 0.0, self.form, has_sink, None) if rows.delta_loc > 0 else None,
+            witness_cells=_merge(certain, seen, 0.0, self.form, has_sink, None) if rows.delta_loc > 0 else None,
             repaired_blocks=sum(head.blocks for head in heads),
             repaired_bytes=sum(head.bytes for head in heads),
             gave_up="; ".join(sorted({head.gave_up for head in heads if head.gave_up})),
@@ -170,7 +173,8 @@ class BlockRepairer:
         return _HeadOutcome(
             terms=now.terms,
             certain=certain if rows.delta_loc > 0 else None,
-            status=decision.status,
+            quantized=now.quantized,
+            status=decision.status.where(now.quantized > 0, CellStatus.EXACT),
             truth=group.truth() if group is not None and audited else None,
             output=group.serve() if group is not None and stale else None,
             blocks=blocks,
@@ -184,11 +188,12 @@ class BlockRepairer:
         return now
 
     def _state(self, call: LayerCall, rows: RequestRows, now: Looked, first: Tensor) -> GateState:
+        reads = now.quantized > 0  # a cell that reads nothing quantized has nothing to repair
         return GateState(
-            meter=now.meter,
-            log_a=now.terms.acc[:, AccField.LOG_A],
-            out_rel=now.out_rel,
-            first_meter=first,
+            meter=now.meter.where(reads, 0.0),
+            log_a=now.terms.acc[:, AccField.LOG_A].where(reads, 0.0),
+            out_rel=now.out_rel.where(reads, 0.0),
+            first_meter=first.where(reads, 0.0),
             block_risk=now.risk,
             repaired=now.repaired,
             available=now.available,
@@ -213,6 +218,7 @@ class BlockRepairer:
 class _HeadOutcome:
     terms: Terms
     certain: Terms | None
+    quantized: Tensor
     status: Tensor
     truth: Tensor | None
     output: Tensor | None
@@ -265,10 +271,16 @@ def _side_by_side(parts: Sequence[Tensor], num_rows: int) -> Tensor:
 
 
 def _merge(
-    parts: Sequence[Terms], rows: RequestRows, delta_loc: float, form: str, has_sink: bool, truth: Tensor | None
+    parts: Sequence[Terms],
+    seen: tuple[Tensor, Tensor],
+    delta_loc: float,
+    form: str,
+    has_sink: bool,
+    truth: Tensor | None,
 ) -> Summed:
-    """The sums of all KV heads as one batch [R, H]; true TV [R, H] of the audited rows."""
-    num_rows = len(rows.q)
+    """The sums of all KV heads as one batch [R, H]; seen: tokens in view [R], and the quantized ones [R, H]; true TV
+    [R, H] of the audited rows."""
+    num_rows = len(seen[0])
     terms = Terms(*(_side_by_side([getattr(part, f.name) for part in parts], num_rows) for f in fields(Terms)))
     spent = torch.full((num_rows,), delta_loc, dtype=torch.float64)
-    return Summed(terms, form, has_sink, rows.positions + 1, truth, spent)
+    return Summed(terms, form, has_sink, *seen, truth, spent)

@@ -35,6 +35,14 @@ class SideBySide:
         """bool [R * heads, S], for `heads` cells a row; None if every row sees everything."""
         return None if self.seen is None else ~self.seen.T.repeat_interleave(heads, 0)
 
+    def counts(self, flags: Tensor, heads: int) -> Tensor:
+        """int64 [R, heads]: of the flags [S * R, Hkv], of the slots in order, those set that each query head sees."""
+        kv_heads = flags.shape[1]
+        by_row = flags.reshape(*self.slots.shape, kv_heads)
+        if self.seen is not None:
+            by_row = by_row & self.seen[..., None]
+        return by_row.sum(0).repeat_interleave(heads // kv_heads, 1)
+
     def stacked(self, radii: Sequence[Tensor]) -> Tensor:
         """[R * H, S] of the rows' own radii [H, S_r], 0 where a row sees nothing."""
         if self.seen is None:

@@ -78,7 +78,7 @@ def compared(
                 "gated": mean_interval(rights(gated)).as_dict(),
                 "raw_minus_exact": paired_difference(rights(observed), exact).as_dict(),
                 "gated_minus_exact": paired_difference(rights(gated), exact).as_dict(),
-                "certified_raw": total(observed, "certified_cells") / total(observed, "cells_measured"),
+                "certified_raw": total(observed, "tv_certified_cells") / total(observed, "cells_measured"),
                 "repaired_blocks": total(gated, "gate", "repaired_blocks") / len(asked),
                 "repaired_bytes": total(gated, "gate", "bytes") / len(asked),
                 "audited": total(observed, "audit", "cells") + total(gated, "audit", "cells"),
@@ -96,14 +96,14 @@ def on_the_original(ask_all: AskAll, asked: Sequence[Sample]) -> list[dict[str, 
         answers = ask_all(f"{name}-original", policy, asked)
         measured = total(answers, "cells_measured")
         beside = [answer.summary["tier_w_beside"] for answer in answers if answer.summary is not None]
-        any_query = total(answers, "certified_cells")
+        any_query = total(answers, "tv_certified_cells")
         if all(beside):
-            any_query = sum(b["certified_cells"] for b in beside)
+            any_query = sum(b["tv_certified_cells"] for b in beside)
         rows.append(
             {
                 "quantizer": name,
                 "raw": mean_interval(rights(answers)).as_dict(),
-                "certified": total(answers, "certified_cells") / measured,
+                "certified": total(answers, "tv_certified_cells") / measured,
                 "certified_any_query": any_query / measured,
                 "violations": total(answers, "audit", "violations"),
             }

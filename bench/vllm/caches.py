@@ -44,7 +44,7 @@ def measure(model: Path, work: Path, asked: Sequence[Sample]) -> list[dict[str, 
                 "bound_max": max(cell["meter"] for cell in cells),
                 "tv_mean": statistics.fmean(cell["tv_audit"] for cell in cells),
                 "tv_max": max(cell["tv_audit"] for cell in cells),
-                "certified": total(answers, "certified_cells") / total(answers, "cells_measured"),
+                "certified": total(answers, "tv_certified_cells") / total(answers, "cells_measured"),
                 "violations": total(answers, "audit", "violations"),
                 "cells": len(cells),
             }

@@ -8,6 +8,8 @@ from typing import Any
 
 from witcert_demo.tasks import Sample
 
+Grid = list[list[float | None]]
+
 
 @dataclass
 class Asked:
@@ -35,7 +37,7 @@ class Tally:
     worst: float = 0.0
     tv_max: float = 0.0
     forms: Counter[str] = field(default_factory=Counter)
-    by_layer_head: list[list[float | None]] = field(default_factory=list)
+    by_layer_head: Grid = field(default_factory=list)
     tau: float = 0.0
 
     @property
@@ -60,9 +62,9 @@ class Tally:
         self.tau = summary["tau"]
         self.measured += summary["cells_measured"]
         self.unknown += summary["cells_unknown"]
-        self.certified += summary["certified_cells"]
+        self.certified += summary["tv_certified_cells"]
         beside = summary["tier_w_beside"]
-        self.certified_any_query += summary["certified_cells"] if beside is None else beside["certified_cells"]
+        self.certified_any_query += summary["tv_certified_cells"] if beside is None else beside["tv_certified_cells"]
         self.tier = summary["tier"]
         self.audited += summary["audit"]["cells"]
         self.violations += summary["audit"]["violations"]
@@ -91,10 +93,11 @@ class Tally:
         return f"{self.name}: {seen}; {answers}."
 
 
-def merge_worst(old: list[list[float | None]], new: list[list[float | None]]) -> list[list[float | None]]:
-    """The larger bound of each (layer, head); a cell nobody measured stays None."""
+def merge_worst(old: Grid, new: list[list[float | str | None]]) -> Grid:
+    """The larger bound of each (layer, head); a cell nobody measured, or that read exact tokens only, stays None."""
+    new = [[bound if isinstance(bound, float | int) else None for bound in row] for row in new]
     if not old:
-        return [list(row) for row in new]
+        return new
     return [
         [b if a is None else a if b is None else max(a, b) for a, b in zip(row_a, row_b, strict=True)]
         for row_a, row_b in zip(old, new, strict=True)

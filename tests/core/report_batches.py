@@ -24,6 +24,7 @@ def batch(
     out_bound: float | Tensor = 0.25,
     out_norm: float | Tensor = 1.0,
     floor: float | Tensor = 0.0,
+    quantized: list[list[int]] | None = None,
 ) -> CellBatch:
     """A CellBatch with these meters [R, H]; scalars are spread over all cells."""
     meters = torch.as_tensor(meter, dtype=torch.float64)
@@ -40,6 +41,7 @@ def batch(
         out_bound=spread(out_bound),
         out_norm=spread(out_norm),
         num_visible=torch.full((meters.shape[0],), 9),
+        num_quantized=torch.full(meters.shape, 7) if quantized is None else torch.tensor(quantized),
         tv_audit=None if tv is None else torch.as_tensor(tv, dtype=torch.float64),
         delta_loc=torch.full((meters.shape[0],), delta_loc, dtype=torch.float64),
         floor=spread(floor),

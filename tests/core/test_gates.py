@@ -89,7 +89,7 @@ def test_certified_ends_within_tau_after_at_most_as_many_rounds_as_blocks(scale,
     cache = Cache(scale)
     now, decision, order = cache.run(Certified("tv", tau=tau))
     assert decision.action == "accept"
-    assert decision.status.tolist() == [CellStatus.CERTIFIED] * 4
+    assert decision.status.tolist() == [CellStatus.WITHIN_TARGET] * 4
     assert bool((now.meter <= tau).all())
     assert bool((cache.truth <= now.meter).all())
     assert len(order) <= len(cache.repaired)
@@ -125,7 +125,7 @@ def test_what_cannot_be_repaired_is_not_certified_and_says_why(gate, other, reas
     decision = gate.decide(state(meter=(1.0,), log_a=(9.0,), **other))
     assert decision.action == "give_up"
     assert reason in decision.reason
-    assert decision.status.tolist() == [CellStatus.NOT_CERTIFIED]
+    assert decision.status.tolist() == [CellStatus.ABOVE_TARGET]
 
 
 def test_a_gone_block_is_passed_over_while_another_can_help():
@@ -140,7 +140,7 @@ def test_a_spent_budget_stops_the_loop_at_what_was_reached():
     assert decision.action == "give_up"
     over = now.meter > 0.02
     assert decision.status.tolist() == [
-        CellStatus.NOT_CERTIFIED if high else CellStatus.CERTIFIED for high in over.tolist()
+        CellStatus.ABOVE_TARGET if high else CellStatus.WITHIN_TARGET for high in over.tolist()
     ]
 
 
@@ -200,10 +200,10 @@ def test_combined_tells_certified_from_ranked():
         repaired=torch.ones(3, dtype=torch.bool),
     )
     assert Combined().decide(now).status.tolist() == [
-        CellStatus.CERTIFIED,
+        CellStatus.WITHIN_TARGET,
         CellStatus.RANKED,
-        CellStatus.NOT_CERTIFIED,
-        CellStatus.NOT_CERTIFIED,
+        CellStatus.ABOVE_TARGET,
+        CellStatus.ABOVE_TARGET,
     ]
 
 
@@ -213,8 +213,8 @@ def test_combined_never_promises_more_than_the_last_evaluation():
         now, decision, _ = cache.run(Combined("tv"))
         assert decision.action == "accept"
         for status, value in zip(decision.status.tolist(), now.meter.tolist(), strict=True):
-            assert (status == CellStatus.CERTIFIED) == (value <= 0.2)
-            assert status in (CellStatus.CERTIFIED, CellStatus.RANKED)
+            assert (status == CellStatus.WITHIN_TARGET) == (value <= 0.2)
+            assert status in (CellStatus.WITHIN_TARGET, CellStatus.RANKED)
 
 
 def test_repair_is_not_monotone_so_only_evaluation_may_certify():

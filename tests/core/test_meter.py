@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 import re
 
@@ -56,6 +57,9 @@ class Store:
 
     def residuals(self, slots):
         return None
+
+    def exact_heads(self, slots):
+        return torch.zeros(len(slots), self.k.shape[1], dtype=torch.bool)
 
 
 class Joint(Store):
@@ -211,6 +215,22 @@ def test_a_window_sees_its_own_token_and_that_many_before():
     )
     assert torch.equal(short.acc[0], cells.acc[0])
     assert short.tv_audit is None
+
+
+@pytest.mark.parametrize("window", [-1, 9])
+def test_quantized_tokens_are_counted_by_row_and_head(window):
+    """Rows side by side, one of them alone, against counting one by one; a cell of exact tokens only counts 0."""
+    store = Store("witness")
+    exact = torch.zeros(*store.k.shape[:2], dtype=torch.bool)
+    exact[::3, 0] = True
+    exact[:, 1] = True  # every token of this head: its cells are exact
+    store.exact_heads = lambda slots: exact[slots]
+    _, indptr, indices, cells = run(store, lengths=(60, 64, 7, 1), window_left=window)
+    for r, (first, last) in enumerate(itertools.pairwise(indptr.tolist())):
+        seen = indices[first:last][-(window + 1) :] if window >= 0 else indices[first:last]
+        counts = [sum(not exact[slot, head // 2] for slot in seen) for head in range(4)]
+        assert cells.num_quantized[r].tolist() == counts
+        assert counts[2:] == [0, 0]
 
 
 def test_only_the_marked_rows_are_audited():

@@ -36,7 +36,7 @@ def test_metrics_follow_the_ledger() -> None:
     assert value(registry, "witcert_cells_total", status="measured", **QUANTIZER) == 4
     # 3 unmeasured rows of 2 layers and 2 heads, and the excluded layer of 2 measured rows
     assert value(registry, "witcert_cells_total", status="unknown", **QUANTIZER) == 3 * 4 + 2 * 2
-    assert value(registry, "witcert_cells_certified_total", **QUANTIZER) == 2
+    assert value(registry, "witcert_cells_tv_certified_total", **QUANTIZER) == 2
     assert value(registry, "witcert_cells_damaged_total", **QUANTIZER) == 1
     assert value(registry, "witcert_rows_total", status="metered") == 2
     assert value(registry, "witcert_rows_total", status="unknown") == 3

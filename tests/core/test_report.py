@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from witcert_core import CellEvent, RequestLedger, render_sentence, render_table
 from witcert_core.bounds import FORM_NAMES
 from witcert_core.errors import ReportError
 from witcert_core.gates import CellStatus
+from witcert_core.hooks import quantizer_registry
 from witcert_core.report.jsonl import JsonlWriter, check_writable
 from witcert_core.report.schema import load_schema
 from witcert_core.report.text import number_up, percent_down
@@ -27,6 +29,20 @@ from witcert_core.report.text import number_up, percent_down
 NAN = math.nan
 REQUEST = Draft202012Validator(load_schema("request"))
 CELL = Draft202012Validator(load_schema("cell"))
+
+
+@pytest.fixture
+def waiting_quantizer(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a quantizer that keeps tokens exact for a while, in every way there is."""
+
+    class Waiter(quantizer_registry().cls("int4_token_group")):  # type: ignore[misc]
+        name: ClassVar[str] = "waiter"
+        token_group: ClassVar[int] = 4
+        recent_tokens: ClassVar[int] = 16
+        calibration_tokens: ClassVar[int] = 8
+
+    monkeypatch.setitem(quantizer_registry()._classes, "waiter", Waiter)
+    return "waiter"
 
 
 def ledger(layers: int = 2, heads: int = 2, **changes: Any) -> RequestLedger:
@@ -77,8 +93,8 @@ def test_counts_equal_plain_counting() -> None:
         "warm prefix": layers * heads,
         "layer excluded from metering": rows * heads,
     }
-    assert s["certified_cells"] == sum(cell[0] <= tau for cell in cells)
-    assert s["certified_share"] == s["certified_cells"] / len(cells)
+    assert s["tv_certified_cells"] == sum(cell[0] <= tau for cell in cells)
+    assert s["tv_certified_share"] == s["tv_certified_cells"] / len(cells)
     top = max(cells)
     assert s["worst"] == dict(
         meter=top[0], layer=top[1], q_head=top[2], step=top[3], position=100 + top[3], form=top[4]
@@ -89,10 +105,14 @@ def test_counts_equal_plain_counting() -> None:
             assert s["worst_by_layer_head"][layer][head] == max(own)
         mine = [c for c in cells if c[1] == layer]
         assert s["by_layer"][layer] == dict(
-            layer=layer, cells=len(mine), certified_cells=sum(c[0] <= tau for c in mine), form=max(mine)[4]
+            layer=layer,
+            cells=len(mine),
+            cells_exact=0,
+            tv_certified_cells=sum(c[0] <= tau for c in mine),
+            form=max(mine)[4],
         )
     assert s["worst_by_layer_head"][3] == [None] * heads
-    assert s["by_layer"][3] == dict(layer=3, cells=0, certified_cells=0, form=None)
+    assert s["by_layer"][3] == dict(layer=3, cells=0, cells_exact=0, tv_certified_cells=0, form=None)
     assert s["forms"] == {name: n for name in FORM_NAMES if (n := sum(c[4] == name for c in cells))}
     assert (s["audit"]["cells"], s["audit"]["violations"]) == (audited, violations)
     assert violations > 0
@@ -105,7 +125,7 @@ def test_counts_equal_plain_counting() -> None:
 def test_nothing_measured_is_null_not_zero() -> None:
     for s in (ledger().summary("never seen"), ledger().finish("never seen", "abort")):
         valid(s)
-        assert (s["certified_share"], s["worst"], s["log_a_max"], s["out_bound_rel_max"]) == (None,) * 4
+        assert (s["tv_certified_share"], s["worst"], s["log_a_max"], s["out_bound_rel_max"]) == (None,) * 4
         assert s["worst_by_layer_head"] == [[None, None], [None, None]]
         assert "nothing was measured" in render_sentence(s)
         assert "is unknown" in render_sentence(s)
@@ -117,7 +137,7 @@ def test_not_a_number_is_no_bound() -> None:
     book.observe("r", 0, 1, 0, made, 0)
     s = valid(book.summary("r"))
     assert s["worst"]["meter"] == 1
-    assert s["certified_cells"] == 1
+    assert s["tv_certified_cells"] == 1
     assert (s["log_a_max"], s["out_bound_rel_max"]) == ("inf", "inf")
     assert "the bound says nothing about at least one cell" in render_sentence(s)
 
@@ -156,7 +176,7 @@ def test_tier_d_spends_its_budget_and_shows_tier_w_beside() -> None:
     s = valid(book.summary("r"))
     assert s["delta"]["request"] == 0.01
     assert 4e-4 <= s["delta"]["spent"] < 4e-4 * (1 + 1e-12)
-    assert s["tier_w_beside"] == {"cells": 4, "certified_cells": 2, "worst": 0.5}
+    assert s["tier_w_beside"] == {"cells": 4, "tv_certified_cells": 2, "worst": 0.5}
     assert s["tier_cells"] == {"dither": 4}
     assert s["claim"] == (
         "tier D: probability >= 1-0.01, non-adaptive queries; tier W (deterministic, any query) beside it; "
@@ -187,18 +207,25 @@ def test_a_row_measured_in_some_layers_only_is_partly_unknown() -> None:
 def test_gate_verdicts_are_told_apart() -> None:
     book = ledger(1, policy=make_policy(gate={"kind": "combined"}))
     book.observe("r", 0, 1, 0, batch([[0.1, 0.3]]), 0)
-    c, r, n = CellStatus.CERTIFIED, CellStatus.RANKED, CellStatus.NOT_CERTIFIED
+    c, r, n = CellStatus.WITHIN_TARGET, CellStatus.RANKED, CellStatus.ABOVE_TARGET
     book.count_verdict("r", torch.tensor([[c, c], [r, n]]))
     book.count_repair("r", 3, 4096)
     book.count_repair("r", 1, 1024)
     s = valid(book.summary("r"))
     assert s["gate"] == dict(
-        kind="combined", repaired_blocks=4, bytes=5120, certified=2, ranked=1, not_certified=1
+        kind="combined",
+        target="both",
+        repaired_blocks=4,
+        bytes=5120,
+        within_target=2,
+        above_target=1,
+        ranked=1,
+        exact=0,
     )
     sentence = render_sentence(s)
-    assert "restored 4 blocks (5120 bytes): 2 cells certified" in sentence
+    assert "(target: weights and output) restored 4 blocks (5120 bytes): 2 cells within its target" in sentence
     assert "1 saturated cells brought down by rank, which promises nothing" in sentence
-    assert "1 cells NOT certified" in sentence
+    assert "1 cells left ABOVE its target" in sentence
 
 
 def test_finishing_forgets_and_reports() -> None:
@@ -279,6 +306,7 @@ def test_cell_records(cells: str, written: list[int], tmp_path: Path) -> None:
             "tv_audit": 0.05,
             "out_bound": 0.25,
             "s": 9,
+            "s_quantized": 7,
             "repaired_blocks": 2,
             "status": "measured",
         }
@@ -367,10 +395,77 @@ def test_sentence_says_what_was_seen_and_what_not() -> None:
     assert sentence([[0.12341, 0.5]], unknown=31) == (
         "request r7 (int4_token_group on sglang): compression moved the attention weights of a measured cell "
         "by at most 0.5000 total variation (layer 0, head 1, position 41, by jensen); "
-        "2 of 64 cells were measured, the other 62 are unknown (stride: 62); 50 % of the measured ones are "
-        "certified at tau 0.2; tier W: deterministic, any query; "
+        "2 of 64 cells were measured, the other 62 are unknown (stride: 62); 50 % of the measured ones have "
+        "their weights certified at tau 0.2; tier W: deterministic, any query; "
         "local to a layer: nothing is claimed end to end"
     )
+
+
+def test_cells_that_read_nothing_quantized_are_exact_and_never_certified(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    policy = make_policy(report={"jsonl": str(path), "cells": "all"})
+    book = ledger(1, policy=policy, jsonl=JsonlWriter(path))
+    book.observe("r", 0, 1, 5, batch([[0.01, 0.02]], quantized=[[0, 0]], log_a=9.0, tv=[[0.0, 0.0]]), 0)
+    s = valid(book.summary("r"))
+    assert (s["cells_measured"], s["cells_exact"], s["cells_unknown"]) == (0, 2, 0)
+    assert (s["tv_certified_cells"], s["tv_certified_share"], s["worst"]) == (0, None, None)
+    assert (s["floor_max"], s["log_a_max"], s["out_bound_rel_max"], s["forms"]) == (None, None, None, {})
+    assert s["tokens_read"] == {"quantized": 0, "exact": 18}
+    assert s["worst_by_layer_head"] == [["exact", "exact"]]
+    assert s["audit"]["cells"] == 2  # that a cell is exact is audited like a bound
+    book.observe("r", 0, 2, 6, batch([[0.9, 0.03]], quantized=[[0, 4]], log_a=9.0), 0)
+    s = valid(book.finish("r", "stop"))
+    assert (s["cells_measured"], s["cells_exact"], s["tv_certified_share"]) == (1, 3, 1.0)
+    assert s["worst_by_layer_head"] == [["exact", 0.03]]
+    assert s["by_layer"] == [dict(layer=0, cells=1, cells_exact=3, tv_certified_cells=1, form="jensen")]
+    assert s["worst"]["meter"] == 0.03  # of the head that read something, whatever the other one's bound
+    records = [record for record in lines(path) if record["schema"] == "witcert.cell/1"]
+    for record in records:
+        CELL.validate(record)
+    assert [(r["status"], r["s_quantized"]) for r in records] == [("exact", 0)] * 3 + [("measured", 4)]
+
+
+def test_a_dithered_row_of_exact_cells_has_nothing_beside_it() -> None:
+    book = ledger(1, policy=make_policy("int8_dither"))
+    made = batch([[0.01, 0.02]], quantized=[[0, 0]], delta_loc=1e-4)
+    book.observe("r", 0, 1, 5, made, 0, witness_cells=made)
+    s = valid(book.finish("r", "stop"))
+    assert s["tier_w_beside"] is None
+    assert s["delta"]["spent"] > 0  # was set aside for these cells all the same
+
+
+def test_the_worst_record_of_a_row_is_of_a_cell_that_read_something_quantized(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    policy = make_policy(report={"jsonl": str(path), "cells": "worst"})
+    book = ledger(1, policy=policy, jsonl=JsonlWriter(path))
+    book.observe("r", 0, 1, 5, batch([[0.9, 0.1]], quantized=[[0, 3]]), 0)
+    assert [record["q_head"] for record in lines(path)] == [1]
+
+
+def test_the_text_says_what_a_quantizer_waits_for(waiting_quantizer: str) -> None:
+    book = ledger(1, policy=make_policy(waiting_quantizer))
+    book.observe("r7", 0, 1, 5, batch([[0.01, 0.02]], quantized=[[0, 0]]), 0)
+    waits = "calibrates on the first 8 tokens, closes groups of 4 tokens and keeps the newest 16 exact"
+    s = book.summary("r7")
+    assert s["waits_for"] == waits
+    assert (
+        f"nothing quantized was read yet: {waiting_quantizer} {waits}; 0 of 2 cells were measured, 2 read nothing "
+        "quantized; so there is nothing to certify; tier W" in render_sentence(s)
+    )
+    book.observe("r7", 0, 2, 60, batch([[0.1, 0.1]]), 0)
+    text = render_sentence(book.finish("r7", "stop"))
+    assert f"2 of 4 cells were measured, 2 read nothing quantized ({waiting_quantizer} {waits}); 100 % of" in text
+
+
+def test_the_table_marks_exact_cells(waiting_quantizer: str) -> None:
+    book = ledger(2, policy=make_policy(waiting_quantizer))
+    book.observe("r7", 0, 1, 5, batch([[0.01, 0.02]], quantized=[[0, 0]]), 0)
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(render_table(book.finish("r7", "stop")))
+    text = console.export_text()
+    assert re.search(r"0 += += +– +–", text)
+    assert re.search(r"1 +\? +\? +\? +\?", text)
+    assert "= read nothing quantized, hence exact; 2 cells in all" in " ".join(text.split())
 
 
 def test_sentence_leads_with_a_violation() -> None:

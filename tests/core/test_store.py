@@ -29,7 +29,7 @@ BUILT_IN = (
 )
 
 
-def store(name: str, head_dim: int, dtype: torch.dtype, keep_exact: bool = False) -> SlotStore:
+def store(name: str, head_dim: int, dtype: torch.dtype, keep_exact: bool = False, sketch_bits: int = 0) -> SlotStore:
     return SlotStore(
         quantizer=quantizer_registry().get(name),
         layers=[LAYER],
@@ -40,10 +40,13 @@ def store(name: str, head_dim: int, dtype: torch.dtype, keep_exact: bool = False
         bands=band_map(RotarySpec(head_dim)),
         storage_dtype=dtype,
         keep_exact=keep_exact,
+        sketch_bits=sketch_bits,
     )
 
 
-def written(name: str, head_dim: int, dtype: torch.dtype, seed: int = 0) -> tuple[SlotStore, Tensor, dict[str, Tensor]]:
+def written(
+    name: str, head_dim: int, dtype: torch.dtype, seed: int = 0, sketch_bits: int = 0
+) -> tuple[SlotStore, Tensor, dict[str, Tensor]]:
     """A store with 20 tokens written into scattered slots, those slots, and exact and stored K and V."""
     gen = torch.Generator().manual_seed(seed)
     slots = torch.randperm(40, generator=gen)[:20]
@@ -68,7 +71,7 @@ def written(name: str, head_dim: int, dtype: torch.dtype, seed: int = 0) -> tupl
         else:
             fake = quantizer.fake_quantize(given, kind=kind, layer=LAYER, positions=torch.arange(20), ctx=context)
         tensors[f"exact_{kind}"], tensors[f"stored_{kind}"] = exact, fake.to(dtype)
-    side = store(name, head_dim, dtype)
+    side = store(name, head_dim, dtype, sketch_bits=sketch_bits)
     side.write(LAYER, slots, **tensors, encoded_k=codes["k"], encoded_v=codes["v"])
     return side, slots, tensors
 
@@ -131,6 +134,24 @@ def test_unknown_until_written_and_again_when_said_so(name: str) -> None:
     assert not layer.key_radius(q, slots[:3], SCALE, 1e-3).any()
     assert not layer.value_radius(slots[:3]).any()
     assert (UNKNOWN_CODE, EXACT_CODE) == (255, 0)
+
+
+@pytest.mark.parametrize("sketch_bits", [0, 4])
+@pytest.mark.parametrize("name", ["int4_token_group", "int8_dither", "int8_dither_w"])
+def test_exact_are_the_heads_in_which_nothing_differs_neither_keys_nor_values(name: str, sketch_bits: int) -> None:
+    kept, slots, _ = written(name, 64, torch.bfloat16, sketch_bits=sketch_bits)
+    side = kept[LAYER]
+    assert not side.exact_heads(torch.arange(40)).any()  # quantized ones, and slots never written
+    side.head(1).mark_exact(slots[:3])
+    expected = torch.zeros(20, HKV, dtype=torch.bool)
+    expected[:3, 1] = True
+    assert torch.equal(side.exact_heads(slots), expected)
+    side.value_witness[slots[0]] = 9
+    expected[0] = False
+    assert torch.equal(side.exact_heads(slots), expected)
+    assert not side.is_exact(slots).any()
+    side.mark_exact(slots[5:6])
+    assert side.is_exact(slots).nonzero().tolist() == [[5]]
 
 
 @pytest.mark.parametrize("name", ["int8_dither", "int8_dither_w"])

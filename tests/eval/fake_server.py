@@ -38,13 +38,20 @@ def summary() -> dict[str, Any]:
         "tau": 0.2,
         "cells_measured": 10,
         "cells_unknown": 0,
-        "certified_cells": 9,
+        "cells_exact": 0,
+        "tv_certified_cells": 9,
         "damaged_cells": 0,
         "tier_w_beside": None,
         "worst": {"meter": 0.5},
         "log_a_max": 1.0,
         "audit": {"cells": 10, "violations": 0, "tv_max": 0.1},
-        "gate": {"repaired_blocks": 3 * gated, "bytes": 300 * gated, "certified": 9, "ranked": 1, "not_certified": 0},
+        "gate": {
+            "repaired_blocks": 3 * gated,
+            "bytes": 300 * gated,
+            "within_target": 9,
+            "above_target": 0,
+            "ranked": 1,
+        },
     }
 
 

@@ -48,14 +48,14 @@ def test_the_cells_are_those_of_the_ledger(original: LoadedModel, name: str):
     assert len(table) == sum(s["cells_measured"] for s in summaries) == sum(s["audit"]["cells"] for s in summaries)
     assert float(table.bounds[delta][METER].max()) == pytest.approx(max(s["worst"]["meter"] for s in summaries))
     certified = int((table.bounds[delta][METER] <= 0.2).sum())
-    assert certified == sum(s["certified_cells"] for s in summaries)
+    assert certified == sum(s["tv_certified_cells"] for s in summaries)
     assert float(table.tv.max()) == pytest.approx(max(s["audit"]["tv_max"] for s in summaries))
     assert int((table.floor > 0.2).sum()) == sum(s["damaged_cells"] for s in summaries)
     assert float(table.floor.max()) == pytest.approx(max(s["floor_max"] for s in summaries))
     assert float(table.log_a.max()) == pytest.approx(max(s["log_a_max"] for s in summaries))
     if name == "int8_dither":
         assert int((table.bounds[WITNESS][METER] <= 0.2).sum()) == sum(
-            s["tier_w_beside"]["certified_cells"] for s in summaries
+            s["tier_w_beside"]["tv_certified_cells"] for s in summaries
         )
 
 

@@ -263,11 +263,12 @@ def test_a_model_that_reads_english_gets_english_tasks(tmp_path: Path, bpe: PreT
 
 
 def record(quantizer: str, mode: str, index: int, score: float, log_a: float | str = 1.0) -> SampleRecord:
-    meter = {"tau": 0.2, "tier": "witness", "cells_measured": 4, "cells_unknown": 2, "certified_cells": 1}
+    meter = {"tau": 0.2, "tier": "witness", "cells_measured": 4, "cells_unknown": 2, "cells_exact": 1}
     meter |= {"damaged_cells": 0}
-    meter |= {"certified_any_query": 1, "worst": 0.7, "log_a_max": log_a, "audited": 4, "violations": 0, "tv_max": 0.1}
-    meter |= {"repaired_blocks": index, "repaired_bytes": 10, "gate_certified": 1, "gate_ranked": 1}
-    meter |= {"gate_not_certified": 2}
+    meter |= {"tv_certified_cells": 1, "tv_certified_any_query": 1}
+    meter |= {"worst": 0.7, "log_a_max": log_a, "audited": 4, "violations": 0, "tv_max": 0.1}
+    meter |= {"repaired_blocks": index, "repaired_bytes": 10, "gate_within_target": 1, "gate_ranked": 1}
+    meter |= {"gate_above_target": 2}
     return SampleRecord(quantizer, mode, "t", 64, index, score, "", ["x"], "offline", 0.1, meter)
 
 
@@ -282,16 +283,16 @@ def test_the_comparison_of_made_up_records():
     assert rows["raw"]["minus_exact"]["value"] == -0.5
     assert rows["raw"]["zero_scores"] == 1
     assert rows["raw"]["ranking"]["log_a_max"]["auroc"]["value"] == 1.0
-    assert rows["raw"]["meter"]["certified_share"] == 0.25
+    assert rows["raw"]["meter"]["tv_certified_share"] == 0.25
     assert rows["raw"]["meter"]["cells_unknown"] == 6
     assert rows["gated"]["minus_raw"]["value"] == 0.5
     assert rows["gated"]["repairs"] == {
         "blocks_median": 1,
         "blocks_max": 2,
         "bytes_total": 30,
-        "certified": 3,
+        "within_target": 3,
         "ranked": 3,
-        "not_certified": 6,
+        "above_target": 6,
     }
 
 

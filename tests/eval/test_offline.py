@@ -21,6 +21,7 @@ from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel, check_config, load_model, wrap_model
 from witcert_core.policy import Policy, parse_policy
 from witcert_core.report.schema import load_schema
+from witcert_core.report.text import render_sentence
 
 
 def policy(name: str, **sections: Any) -> Policy:
@@ -76,7 +77,8 @@ def test_an_exact_cache_gives_the_models_own_logits(family):
     summary = engine.runtime.finish("r", "test")
     assert summary["rows_metered"] == 20
     assert summary["audit"]["violations"] == 0
-    assert summary["worst"]["meter"] < 0.01
+    assert summary["cells_exact"] == summary["audit"]["cells"] == 20 * 2 * 4
+    assert summary["audit"]["tv_max"] < 1e-5
 
 
 def test_quantized_answers_are_those_of_the_demonstrations_reference(original: LoadedModel):
@@ -143,7 +145,7 @@ def test_a_gate_makes_the_answer_right_again(twin: LoadedModel):
     repaired = gated.generate("a", sample.prompt_ids, 8)
     assert raw.text != right == repaired.text
     assert repaired.summary["gate"]["repaired_blocks"] > 0
-    assert repaired.summary["certified_share"] == 1.0
+    assert repaired.summary["tv_certified_share"] == 1.0
     assert repaired.summary["audit"]["violations"] == 0
     again = gated.generate("b", sample.prompt_ids, 8)  # slots of a former request start anew
     assert again.summary["gate"] == repaired.summary["gate"]
@@ -156,10 +158,72 @@ def test_a_request_that_cannot_be_repaired_is_aborted_if_the_policy_says_so(twin
         gate = {"kind": "certified", "max_pagein_bytes": 0, "on_exhausted": end}
         answer = OfflineEngine(twin, policy("fp8_e4m3_cast", gate=gate), 160).generate("a", sample.prompt_ids, 4)
         ends[end] = answer.summary["finish_reason"], len(answer.ids)
-        assert answer.summary["gate"]["not_certified"] > 0
+        assert answer.summary["gate"]["above_target"] > 0
     assert ends["abort"] == ("abort", 1)
     assert ends["serve"][0] in ("stop", "length")
     assert ends["serve"][1] > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [
+        ("kivi", "closes groups of 32 tokens and keeps the newest 96 exact"),
+        ("skvq", "calibrates on the first 64 tokens and keeps the newest 128 exact"),
+        ("kvquant", "calibrates on the first 64 tokens"),
+        ("none", "every token they read was exact"),
+    ],
+)
+def test_a_request_too_short_for_its_quantizer_is_exact_and_certifies_nothing(original: LoadedModel, name, waits):
+    (sample,) = make_samples("single_needle", 48, 1, 3)
+    summary = OfflineEngine(original, policy(name), 64).generate("a", sample.prompt_ids, 8).summary
+    jsonschema.validate(summary, load_schema("request"))
+    assert summary["rows_seen"] > 0
+    assert (summary["cells_measured"], summary["cells_unknown"]) == (0, 0)
+    assert summary["cells_exact"] == summary["audit"]["cells"] == summary["rows_seen"] * 16
+    assert summary["tv_certified_share"] is summary["worst"] is None
+    assert summary["tokens_read"]["quantized"] == 0 < summary["tokens_read"]["exact"]
+    text = render_sentence(summary)
+    assert "nothing quantized was read yet: " in text
+    assert waits in text
+
+
+def test_cells_are_certified_once_they_read_a_closed_group(original: LoadedModel):
+    """The same request before and after its first group is closed: exact cells first, measured ones then."""
+    (sample,) = make_samples("single_needle", 120, 1, 3)
+    engine = OfflineEngine(original, policy("kivi"), 140)
+    prompt = sample.prompt_ids
+    _, summary = engine.force("a", prompt, prompt[:16])
+    exact = summary["cells_exact"] // 16
+    assert 0 < exact == sum(position + 1 < 128 for position in range(len(prompt), len(prompt) + summary["rows_seen"]))
+    assert summary["cells_measured"] == 16 * (summary["rows_seen"] - exact) > 0
+    assert summary["tokens_read"]["quantized"] == 32 * summary["cells_measured"]
+
+
+def test_layers_the_quantizer_leaves_out_are_exact(original: LoadedModel):
+    (sample,) = make_samples("single_needle", 64, 1, 3)
+    only = policy("int4_token_group", quantizer={"name": "int4_token_group", "layers": [1]})
+    summary = OfflineEngine(original, only, 80).generate("a", sample.prompt_ids, 4).summary
+    assert [layer["cells"] > 0 for layer in summary["by_layer"]] == [False, True, False, False]
+    assert summary["worst_by_layer_head"][0] == ["exact"] * 4
+    assert 3 * summary["cells_measured"] == summary["cells_exact"] > 0
+
+
+def test_a_cell_that_reads_repaired_and_quantized_tokens_is_measured_and_one_of_repaired_ones_alone_is_exact(
+    twin: LoadedModel,
+):
+    """An unreachable target: every block is restored, and then nothing is asked of the cells any more."""
+    (sample,) = make_samples("single_needle", 64, 1, 3)
+    for budget, status in ((None, "exact"), (40_000, "above_target")):
+        gate = {"kind": "certified", "tau": 1e-9, "tau_out": 1e-9, "max_pagein_bytes": budget}
+        engine = OfflineEngine(twin, policy("int2_token_group", gate=gate), 80)
+        summary = engine.generate("a", sample.prompt_ids, 4).summary
+        counts = summary["cells_measured"], summary["cells_exact"]
+        assert counts == (summary["gate"]["above_target"], summary["gate"]["exact"])
+        assert sum(counts) == summary["rows_seen"] * 16 > 0
+        assert summary["gate"]["repaired_blocks"] > 0
+        assert (summary["cells_measured"] == 0) == (status == "exact")
+        assert summary["tokens_read"]["exact"] > 0
+        assert summary["tv_certified_share"] == (None if status == "exact" else 0.0)
 
 
 def test_prompt_rows_read_what_is_stored_when_the_policy_says_so(original: LoadedModel):

@@ -149,6 +149,7 @@ def test_kernels_serve_what_the_reference_serves(name: str) -> None:
         assert torch.allclose(cells.meter, reference.meter, rtol=2e-2, atol=1e-3)  # that adds the engine's kernel
         assert (cells.out_bound <= reference.out_bound * 1.2).all()  # around the origin, where that is nearer
         assert torch.equal(cells.num_visible, reference.num_visible)
+        assert torch.equal(cells.num_quantized, reference.num_quantized)
         assert torch.equal(cells.delta_loc, reference.delta_loc)
         assert (mine.witness_layers[LAYER].meter >= cells.meter * (1 - 1e-3)).all()
         for i, row in enumerate(mine.rows):

@@ -149,6 +149,7 @@ def test_certify_says_what_the_reference_says(
             assert torch.allclose(cells.meter, reference.meter, rtol=2e-2, atol=near)
             assert (cells.out_bound >= reference.out_bound * 0.5).all()
             assert torch.equal(cells.num_visible, reference.num_visible)
+            assert torch.equal(cells.num_quantized, reference.num_quantized)
             assert torch.equal(cells.delta_loc, reference.delta_loc)
             assert (cells.out_norm <= reference.out_norm).all()
             assert torch.allclose(cells.out_norm, reference.out_norm, rtol=2e-2)

@@ -197,7 +197,7 @@ def test_a_server_with_a_cache_of_its_own(checkpoint: Path, tmp_path: Path) -> N
     assert sum(s["audit"]["violations"] for s in summaries) == 0
     assert sum(s["audit"]["cells"] for s in summaries) > 100
     assert 0 < max(s["audit"]["tv_max"] for s in summaries) < 0.2
-    assert all(s["certified_share"] > 0.9 and s["quantizer"] == "engine" for s in summaries)
+    assert all(s["tv_certified_share"] > 0.9 and s["quantizer"] == "engine" for s in summaries)
     assert warm["meta_info"]["cached_tokens"] > 200
     assert warm["output_ids"] == cold["output_ids"]
     assert "engine in a bfloat16 pool" in server.log_text()

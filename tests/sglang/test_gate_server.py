@@ -37,7 +37,7 @@ def test_damaged_answers_come_right(gated_twin: Metered) -> None:
         assert gate["kind"] == "combined"
         assert gate["repaired_blocks"] > 0
         assert gate["bytes"] <= 4 * 2 * 2 * 64 * 4 * (256 + 16)  # layers, KV heads, K and V, channels, fp32, tokens
-        assert gate["certified"] + gate["ranked"] + gate["not_certified"] == summary["cells_measured"]
+        assert gate["within_target"] + gate["ranked"] + gate["above_target"] == summary["cells_measured"]
         assert summary["cells_unknown"] == 0
 
 
@@ -52,5 +52,5 @@ def test_a_request_that_cannot_be_repaired_is_aborted(twin: Path, tmp_path: Path
     reason = reply["meta_info"]["finish_reason"]
     assert reason["type"] == "abort"
     assert "budget" in reason["message"]
-    assert reply["meta_info"]["witcert"]["gate"]["not_certified"] > 0
+    assert reply["meta_info"]["witcert"]["gate"]["above_target"] > 0
     assert reply["meta_info"]["witcert"]["gate"]["bytes"] <= 100_000

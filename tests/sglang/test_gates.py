@@ -44,7 +44,7 @@ def test_a_certified_step_serves_what_it_certified(name: str) -> None:
                 assert ((exact - compressed).abs().sum(-1) / 2 <= cells.meter[i]).all()
                 assert ((exact_out - out).norm(dim=-1) <= cells.out_bound[i]).all()
     repaired = sum(outcome.repaired_blocks for outcome in step.verdicts)
-    assert all((outcome.status == CellStatus.CERTIFIED).all() for outcome in step.verdicts)
+    assert all((outcome.status == CellStatus.WITHIN_TARGET).all() for outcome in step.verdicts)
     assert repaired <= 2 * LAYERS * HKV * 14
 
 
@@ -86,7 +86,7 @@ def test_without_copies_a_step_is_not_certified_and_says_so() -> None:
     assert any("gone from the shadow" in reason for reason in reasons)
     worst = max(cells.meter.max() for cells in step.layers.values())
     assert worst > 0.2
-    assert any((outcome.status == CellStatus.NOT_CERTIFIED).any() for outcome in step.verdicts)
+    assert any((outcome.status == CellStatus.ABOVE_TARGET).any() for outcome in step.verdicts)
 
 
 def test_the_page_in_budget_is_kept() -> None:

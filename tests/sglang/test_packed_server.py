@@ -37,7 +37,7 @@ def test_answers_and_certificates(packed_original: Metered) -> None:
     summaries = [a.summary for a in asked if a.summary is not None]
     assert len(summaries) == len(asked)
     measured = sum(s["cells_measured"] for s in summaries)
-    assert sum(s["certified_cells"] for s in summaries) >= 0.9 * measured > 0
+    assert sum(s["tv_certified_cells"] for s in summaries) >= 0.9 * measured > 0
     assert sum(s["audit"]["violations"] for s in summaries) == 0
     assert sum(s["audit"]["cells"] for s in summaries) > 100
 
@@ -121,7 +121,7 @@ def test_a_gate_over_the_packed_pool(twin: Path, tmp_path: Path) -> None:
     for summary in summaries:
         gate = summary["gate"]
         assert gate["repaired_blocks"] > 0
-        assert gate["not_certified"] == summary["cells_unknown"] == 0
+        assert gate["above_target"] == summary["cells_unknown"] == 0
         assert gate["bytes"] <= 4 * 2 * 2 * 64 * 4 * (192 + 16)  # layers, KV heads, K and V, channels, fp32, tokens
     assert warm["cached_tokens"] == again["cached_tokens"] > 100
     assert again["witcert"]["gate"]["bytes"] < warm["witcert"]["gate"]["bytes"]  # what was restored stays so
@@ -143,6 +143,6 @@ def test_outliers_in_sixteen_bit_certify_the_twin(twin: Path, tmp_path: Path) ->
     assert sum(a.right for a in asked) >= len(asked) - 1
     summaries = [a.summary for a in asked if a.summary is not None]
     measured = sum(s["cells_measured"] for s in summaries)
-    assert sum(s["certified_cells"] for s in summaries) >= 0.9 * measured > 0
+    assert sum(s["tv_certified_cells"] for s in summaries) >= 0.9 * measured > 0
     assert sum(s["audit"]["violations"] for s in summaries) == 0
     assert status["bytes_packed_pool"] == 4 * 2 * (8192 + 1) * (2 * (64 + 4) + 2 * 2 * 2)

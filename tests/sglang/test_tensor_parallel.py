@@ -31,7 +31,7 @@ def test_two_ranks_equal_one(twin: Path, tmp_path: Path) -> None:
     for one, two in zip(replies[1], replies[2], strict=True):
         assert two["output_ids"] == one["output_ids"]
         ours, theirs = one["meta_info"]["witcert"], two["meta_info"]["witcert"]
-        for key in ("rows_metered", "cells_measured", "cells_unknown", "certified_cells"):
+        for key in ("rows_metered", "cells_measured", "cells_unknown", "tv_certified_cells"):
             assert theirs[key] == ours[key], key
         assert theirs["audit"]["violations"] == ours["audit"]["violations"] == 0
         assert theirs["gate"]["repaired_blocks"] == ours["gate"]["repaired_blocks"] > 0

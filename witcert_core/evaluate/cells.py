@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ WITNESS = 0.0
 class CellTable:
     """Columns [C], one entry a cell, in the order they were measured.
 
+    num_quantized: tokens it read that are not exact; shares are over the cells that read any, see `measured`.
     bounds[delta][form]: on TV, at most 1, for failure probability delta of a request (0: deterministic).
     floor: what TV is at least, by the meter; 0 without residual sketches.
     """
@@ -45,6 +46,7 @@ class CellTable:
     sample: Tensor
     layer: Tensor
     head: Tensor
+    num_quantized: Tensor
     tv: Tensor
     log_a: Tensor
     floor: Tensor
@@ -52,6 +54,13 @@ class CellTable:
 
     def __len__(self) -> int:
         return self.tv.numel()
+
+    def measured(self) -> CellTable:
+        """The cells that read something quantized: of the others there is nothing to certify."""
+        read = self.num_quantized > 0
+        columns = {f.name: getattr(self, f.name)[read] for f in fields(self) if f.name not in ("deltas", "bounds")}
+        bounds = {delta: {form: x[read] for form, x in forms.items()} for delta, forms in self.bounds.items()}
+        return CellTable(deltas=self.deltas, bounds=bounds, **columns)
 
 
 @dataclass
@@ -86,6 +95,7 @@ class FormProbe:
             found = {
                 "tv": true_tv(q, k, exact[slots], call.sm_scale, call.logits_soft_cap, call.sinks),
                 "head": torch.arange(q.shape[0]),
+                "num_quantized": (~side.exact_heads(slots)).sum(0).repeat_interleave(q.shape[0] // k.shape[1]),
             }
             for delta in self.deltas:
                 delta_loc = self._delta_loc(delta, row.ordinal)
@@ -130,6 +140,7 @@ class FormProbe:
             sample=columns["sample"],
             layer=columns["layer"],
             head=columns["head"],
+            num_quantized=columns["num_quantized"],
             tv=columns["tv"],
             log_a=columns["log_a"],
             floor=columns["floor"],
@@ -156,9 +167,9 @@ def label(delta: float) -> str:
     return "witness" if delta == WITNESS else f"{delta:g}"
 
 
-def coverage(bound: Tensor, taus: Sequence[float]) -> list[float]:
-    """Share of the cells certified at each tau: bound at most tau."""
-    return [float((bound <= tau).double().mean()) for tau in taus]
+def coverage(bound: Tensor, taus: Sequence[float]) -> list[float | None]:
+    """Share of the cells certified at each tau: bound at most tau; None of no cell."""
+    return [float((bound <= tau).double().mean()) if bound.numel() else None for tau in taus]
 
 
 def finite_or_word(value: float) -> float | str:

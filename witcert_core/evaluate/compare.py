@@ -47,7 +47,7 @@ def compare(records: Sequence[SampleRecord], about: Mapping[str, Any], *, resamp
 
 RANKING_SCORES: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "log_a_max": lambda meter: number(meter["log_a_max"]),
-    "uncertified_share": lambda meter: 1 - meter["certified_cells"] / meter["cells_measured"],
+    "uncertified_share": lambda meter: 1 - meter["tv_certified_cells"] / meter["cells_measured"],
     "damaged_share": lambda meter: meter["damaged_cells"] / meter["cells_measured"],
 }
 """What a request's meter says in one number: the higher, the more likely its answer is lost."""
@@ -120,14 +120,16 @@ def _meter(group: Sequence[SampleRecord]) -> dict[str, Any] | None:
     if not meters:
         return None
     measured = sum(m["cells_measured"] for m in meters)
+    any_query = sum(m["tv_certified_any_query"] for m in meters)
     worst = [m["worst"] for m in meters if m["worst"] is not None]
     return {
         "tau": meters[0]["tau"],
         "tier": meters[0]["tier"],
         "cells_measured": measured,
+        "cells_exact": sum(m["cells_exact"] for m in meters),
         "cells_unknown": sum(m["cells_unknown"] for m in meters),
-        "certified_share": sum(m["certified_cells"] for m in meters) / measured if measured else None,
-        "certified_any_query_share": sum(m["certified_any_query"] for m in meters) / measured if measured else None,
+        "tv_certified_share": sum(m["tv_certified_cells"] for m in meters) / measured if measured else None,
+        "tv_certified_any_query_share": any_query / measured if measured else None,
         "damaged_share": sum(m["damaged_cells"] for m in meters) / measured if measured else None,
         "worst": max(worst) if worst else None,
         "audited": sum(m["audited"] for m in meters),
@@ -144,7 +146,7 @@ def _repairs(group: Sequence[SampleRecord]) -> dict[str, Any] | None:
         "blocks_median": statistics.median(blocks),
         "blocks_max": max(blocks),
         "bytes_total": sum(m["repaired_bytes"] for m in meters),
-        "certified": sum(m["gate_certified"] for m in meters),
+        "within_target": sum(m["gate_within_target"] for m in meters),
+        "above_target": sum(m["gate_above_target"] for m in meters),
         "ranked": sum(m["gate_ranked"] for m in meters),
-        "not_certified": sum(m["gate_not_certified"] for m in meters),
     }

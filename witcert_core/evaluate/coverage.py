@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from witcert_core.evaluate.cells import FORMS, JOINT, METER, WITNESS, CellTable,
 from witcert_core.evaluate.plots import figure, plot_lines
 from witcert_core.report.text import percent_down
 
+Shares = list[list[float | None]]
 SCHEMA = "witcert.coverage/1"
 TAUS = tuple(round(0.02 * i, 2) for i in range(1, 51))
 TAU = 0.2
@@ -25,11 +27,16 @@ which `needle` can undercut: it knows that the heaviest token is one.
 
 
 def coverage_of(table: CellTable, num_layers: int, num_heads: int) -> dict[str, Any]:
-    """Of one quantizer: shares certified by form, over tau and delta, and by layer and head at tau 0.2."""
+    """Of one quantizer: shares certified by form, over tau and delta, and by layer and head at tau 0.2.
+
+    Shares are of the cells that read something quantized, None of no cell; violations are counted in all.
+    """
+    every, table = table, table.measured()
     return {
         "cells": len(table),
-        "violations": violations(table),
-        "tv_max": float(table.tv.max()),
+        "cells_exact": len(every) - len(table),
+        "violations": violations(every),
+        "tv_max": float(every.tv.max()),
         "by_tau": {
             label(delta): {form: coverage(table.bounds[delta][form], TAUS) for form in FORMS} for delta in table.deltas
         },
@@ -47,13 +54,13 @@ def coverage_of(table: CellTable, num_layers: int, num_heads: int) -> dict[str, 
     }
 
 
-def _by_layer_head(table: CellTable, certified: Tensor, num_layers: int, num_heads: int) -> list[list[float]]:
+def _by_layer_head(table: CellTable, certified: Tensor, num_layers: int, num_heads: int) -> Shares:
     place = table.layer * num_heads + table.head
     size = num_layers * num_heads
     count = torch.bincount(place, minlength=size)
     hits = torch.bincount(place, weights=certified.double(), minlength=size)
-    shares: list[list[float]] = (hits / count).view(num_layers, num_heads).tolist()
-    return shares
+    shares = (hits / count).view(num_layers, num_heads).tolist()
+    return [[None if math.isnan(share) else share for share in layer] for layer in shares]
 
 
 def _tightness(bounds: Mapping[str, Tensor]) -> dict[str, dict[str, float] | None]:
@@ -93,7 +100,7 @@ def plot_coverage(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     for name, result in results.items():
         tiers = [tier for tier in ("witness", "0.01") if tier in result["by_tau"]]
         for tier in tiers:
-            lines = {form: (TAUS, [100 * x for x in result["by_tau"][tier][form]]) for form in SHOWN}
+            lines = {form: (TAUS, [percent(x) for x in result["by_tau"][tier][form]]) for form in SHOWN}
             panels.append((f"{name}, {'tier W' if tier == 'witness' else f'tier D, delta {tier}'}", lines))
 
     def finish(ax: Any) -> None:
@@ -110,7 +117,7 @@ def plot_deltas(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         deltas = [tier for tier in result["at_tau"] if tier != "witness"]
         if deltas:
             x = [float(delta) for delta in deltas]
-            lines = {form: (x, [100 * result["at_tau"][d][form] for d in deltas]) for form in SHOWN}
+            lines = {form: (x, [percent(result["at_tau"][d][form]) for d in deltas]) for form in SHOWN}
             panels.append((name, lines))
     if panels:
         plot_lines(path, panels, x_label="delta of a request", y_label="cells certified at 0.2, %", x_scale="log")
@@ -123,7 +130,8 @@ def plot_heads(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         for column, name in enumerate(names):
             for ax, form in zip((row[column] for row in axes), ("eform", METER), strict=True):
                 grid = results[name]["by_layer_head"]["witness"][form]
-                ax.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+                shown = [[math.nan if share is None else share for share in layer] for layer in grid]
+                ax.imshow(shown, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
                 ax.grid(False)
                 ax.set_title(f"{name}: {form}")
                 ax.set_ylabel("layer")
@@ -131,6 +139,11 @@ def plot_heads(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
                 ax.set_xticks(_ticks(len(grid[0])))
         for ax in axes[-1]:
             ax.set_xlabel("query head")
+
+
+def percent(share: float | None) -> float:
+    """For a plot, which leaves out what is no number."""
+    return math.nan if share is None else 100 * share
 
 
 def _ticks(count: int) -> Sequence[int]:

@@ -63,13 +63,13 @@ def plot_comparison(comparison: Mapping[str, Any], path: Path) -> None:
             error = [[score["value"] - score["low"]], [score["high"] - score["value"]]]
             colour = MODE_COLOURS[row["mode"]]
             scores.errorbar([x], [score["value"]], yerr=error, fmt="o", color=colour, capsize=3, label=row["mode"])
-            share = None if row["meter"] is None else row["meter"]["certified_any_query_share"]
+            share = None if row["meter"] is None else row["meter"]["tv_certified_any_query_share"]
             if share is not None:
                 certified.bar([x], [100 * share], width=0.26, color=colour)
         scores.set_ylim(-0.03, 1.05)
         scores.set_ylabel("score")
         scores.set_xticks(range(len(names)), [""] * len(names))
-        certified.set_ylabel("cells certified, %")
+        certified.set_ylabel("cells certified (TV), %")
         certified.set_xticks(range(len(names)), names, rotation=20, ha="right")
         certified.set_xlim(scores.get_xlim())
         _legend_once(scores)

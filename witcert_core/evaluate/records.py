@@ -13,7 +13,7 @@ from typing import Any
 from witcert_core.errors import InputError, ReportError
 from witcert_core.report.jsonl import JsonlWriter
 
-SCHEMA = "witcert.sample/1"
+SCHEMA = "witcert.sample/2"
 Key = tuple[str, str, str, int, int]
 
 
@@ -47,12 +47,12 @@ def meter_of(summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """What is kept of a summary (schema witcert.request/1)."""
     if summary is None:
         return None
-    counts = ("tier", "tau", "cells_measured", "cells_unknown", "certified_cells", "damaged_cells")
+    counts = ("tier", "tau", "cells_measured", "cells_exact", "cells_unknown", "tv_certified_cells", "damaged_cells")
     kept = {name: summary[name] for name in counts}
     beside = summary["tier_w_beside"]
     return {
         **kept,
-        "certified_any_query": kept["certified_cells"] if beside is None else beside["certified_cells"],
+        "tv_certified_any_query": (kept if beside is None else beside)["tv_certified_cells"],
         "worst": None if summary["worst"] is None else summary["worst"]["meter"],
         "log_a_max": summary["log_a_max"],
         "audited": summary["audit"]["cells"],
@@ -60,9 +60,9 @@ def meter_of(summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "tv_max": summary["audit"]["tv_max"],
         "repaired_blocks": summary["gate"]["repaired_blocks"],
         "repaired_bytes": summary["gate"]["bytes"],
-        "gate_certified": summary["gate"]["certified"],
+        "gate_within_target": summary["gate"]["within_target"],
+        "gate_above_target": summary["gate"]["above_target"],
         "gate_ranked": summary["gate"]["ranked"],
-        "gate_not_certified": summary["gate"]["not_certified"],
     }
 
 

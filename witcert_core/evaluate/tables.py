@@ -45,8 +45,9 @@ COMPARISON_COLUMNS = (
     "score",
     "zero",
     "minus exact",
-    "certified",
+    "TV certified",
     "for any query",
+    "exact cells",
     "damaged",
     "worst",
     "violations",
@@ -63,20 +64,29 @@ def comparison_rows(comparison: Mapping[str, Any]) -> Cells:
     return [_comparison_row(row) for row in comparison["rows"]]
 
 
+def exact_share(meter: Mapping[str, Any]) -> str:
+    """Of the cells that were not left unknown, those that read nothing quantized."""
+    seen = meter["cells_measured"] + meter["cells_exact"]
+    return f"{100 * meter['cells_exact'] / seen:.1f} %" if seen else "unknown"
+
+
 def _comparison_row(row: Mapping[str, Any]) -> list[str]:
     meter, repairs, ranking = row["meter"], row["repairs"], row["ranking"]
     measured = meter is not None and meter["cells_measured"] > 0
+    nothing = "–" if meter is not None and meter["cells_exact"] else "unknown"
+    audited = meter is not None and meter["audited"]
     return [
         row["quantizer"],
         row["mode"],
         interval(row["score"]),
         f"{row['zero_scores']} of {row['score']['count']}",
         interval(row["minus_exact"], signed=True),
-        percent_down(meter["certified_share"]) if measured else "unknown",
-        percent_down(meter["certified_any_query_share"]) if measured else "unknown",
-        percent_down(meter["damaged_share"]) if measured else "unknown",
-        number_up(meter["worst"], 3) if measured else "unknown",
-        f"{meter['violations']} of {meter['audited']}" if measured else "-",
+        percent_down(meter["tv_certified_share"]) if measured else nothing,
+        percent_down(meter["tv_certified_any_query_share"]) if measured else nothing,
+        "unknown" if meter is None else exact_share(meter),
+        percent_down(meter["damaged_share"]) if measured else nothing,
+        number_up(meter["worst"], 3) if measured else nothing,
+        f"{meter['violations']} of {meter['audited']}" if audited else "-",
         "-" if repairs is None else f"{repairs['blocks_median']:g} (max {repairs['blocks_max']})",
         "-" if repairs is None else format_bytes(repairs["bytes_total"]),
         "-" if ranking is None else str(ranking["log_a_max"]["lost"]),

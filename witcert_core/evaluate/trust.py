@@ -26,12 +26,18 @@ TRUTH = "true_tv_mean"
 def trust_of(
     table: CellTable, outcomes: Sequence[Forced], exact: Sequence[Forced], options: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Of one quantizer, deterministic tier: looseness by true TV, what the meter's verdicts were worth, ranking."""
+    """Of one quantizer, deterministic tier: looseness by true TV, what the meter's verdicts were worth, ranking.
+
+    Of the cells that read something quantized; violations are counted in all.
+    """
+    every, table = table, table.measured()
+    above = every.tv > every.bounds[WITNESS][METER]
     meter = table.bounds[WITNESS][METER]
     lost = lost_answers(outcomes, exact)
     return {
         "cells": len(table),
-        "violations": int(((table.tv > meter) | (table.tv < table.floor)).sum()),
+        "cells_exact": len(every) - len(table),
+        "violations": int((above | (every.tv < every.floor)).sum()),
         "looseness": looseness(meter, table.tv),
         "verdicts": verdicts(meter, table.floor, table.tv),
         "samples": len(outcomes),
@@ -60,7 +66,7 @@ def pooled(
     scores: dict[str, list[float]] = {}
     for table, outcomes in parts:
         lost += lost_answers(outcomes, exact)
-        for name, score in ranking_scores(table, len(outcomes)).items():
+        for name, score in ranking_scores(table.measured(), len(outcomes)).items():
             scores[name] = scores.get(name, []) + score
     return {"samples": len(lost), "lost": sum(lost), "ranking": ranking(scores, lost, options)}
 

@@ -44,9 +44,16 @@ class Metrics:
         self._worst_meter = histogram(
             "witcert_request_worst_meter", "Worst bound of a finished request in which something was measured"
         )
-        self._cells = counter("witcert_cells", "Cells, measured or unknown", "status", "quantizer")
+        self._cells = counter("witcert_cells",
+            "Cells: measured, exact (they read nothing quantized) or unknown",
+            "status",
+            "quantizer",
+        )
+        self._tokens = counter(
+            "witcert_tokens_read", "Tokens read by cells, once for each cell: quantized or exact", "status", "quantizer"
+        )
         self._certified = counter(
-            "witcert_cells_certified", "Measured cells with a bound of at most gate.tau", "quantizer"
+            "witcert_cells_tv_certified", "Measured cells with a bound on TV of at most gate.tau", "quantizer"
         )
         self._damaged = counter(
             "witcert_cells_damaged", "Measured cells whose total variation is certainly above gate.tau", "quantizer"
@@ -62,8 +69,10 @@ class Metrics:
         """Show every counter at 0, so that an absent violation is a 0 and not a missing series."""
         for family in (self._certified, self._damaged, self._audited, self._violations, self._requests):
             family.labels(quantizer)
-        for status in ("measured", "unknown"):
+        for status in ("measured", "exact", "unknown"):
             self._cells.labels(status, quantizer)
+        for status in ("quantized", "exact"):
+            self._tokens.labels(status, quantizer)
         for status in ("metered", "unknown"):
             self._rows.labels(status)
 
@@ -71,7 +80,10 @@ class Metrics:
         """Count one row of one layer."""
         _observe_many(self._cell_meter.labels(quantizer), seen.meter, self._edges)
         self._cells.labels("measured", quantizer).inc(seen.meter.numel())
-        self._certified.labels(quantizer).inc(seen.certified)
+        self._cells.labels("exact", quantizer).inc(seen.exact)
+        self._tokens.labels("quantized", quantizer).inc(seen.tokens_quantized)
+        self._tokens.labels("exact", quantizer).inc(seen.tokens_exact)
+        self._certified.labels(quantizer).inc(seen.tv_certified)
         self._damaged.labels(quantizer).inc(seen.damaged)
         if seen.new_row:
             self._rows.labels("metered").inc()

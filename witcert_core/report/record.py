@@ -68,8 +68,9 @@ def cell_records(
             "tv_audit": None if math.isnan(audit) else audit,
             "out_bound": json_number(float(cells.out_bound[row, head])),
             "s": int(cells.num_visible[row]),
+            "s_quantized": (quantized := int(cells.num_quantized[row, head])),
             "repaired_blocks": event.repaired_blocks,
-            "status": "measured",
+            "status": "measured" if quantized else "exact",
         }
 
 
@@ -94,6 +95,7 @@ def unknown_record(request_id: str, rows: int, reason: str) -> dict[str, Any]:
         "request_id": request_id,
         **dict.fromkeys(keys),
         "s": None,
+        "s_quantized": None,
         "repaired_blocks": 0,
         "status": "unknown",
         "rows": rows,

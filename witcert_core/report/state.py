@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 LAYER_NOT_METERED = "layer excluded from metering"
 PARTLY_MEASURED = "row measured in some layers only"
+EXACT = "exact"
+"""In the place of a worst bound: whatever these cells read was exact."""
 _NOT_MEASURED = -1.0
 
 
@@ -71,21 +73,27 @@ class BesideCounts:
     """The deterministic bounds of cells whose meter used the dither law."""
 
     cells: int = 0
-    certified_cells: int = 0
+    tv_certified_cells: int = 0
     worst: float = 0.0
 
     def as_dict(self) -> dict[str, Any] | None:
         if not self.cells:
             return None
-        return {"cells": self.cells, "certified_cells": self.certified_cells, "worst": self.worst}
+        return {"cells": self.cells, "tv_certified_cells": self.tv_certified_cells, "worst": self.worst}
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What one row added: its meters [H] float64 on the host, and how many cells were what."""
+    """What one row added: the meters [MEASURED] float64, on the host, of its cells that read something quantized, and
+    how many cells were what. tokens: read by all its cells, quantized and exact ones. worst_head: of its highest meter.
+    """
 
     meter: Tensor
-    certified: int
+    worst_head: int
+    exact: int
+    tokens_quantized: int
+    tokens_exact: int
+    tv_certified: int
     damaged: int
     audited: int
     violations: int
@@ -94,7 +102,9 @@ class Observed:
 
 @dataclass
 class RequestState:
-    """The counts of one request."""
+    """The counts of one request. A cell that read nothing quantized is exact: it is counted, and audited, but no bound
+    of it is, for there is nothing that a bound could be good for.
+    """
 
     num_layers: int
     num_heads: int
@@ -102,7 +112,10 @@ class RequestState:
     rows_metered: int = 0
     unknown_rows: int = 0
     cells_measured: int = 0
-    certified_cells: int = 0
+    cells_exact: int = 0
+    tokens_quantized: int = 0
+    tokens_exact: int = 0
+    tv_certified_cells: int = 0
     damaged_cells: int = 0
     floor_max: float = 0.0
     worst: WorstCell | None = None
@@ -122,6 +135,8 @@ class RequestState:
         self.forms = torch.zeros(self.num_forms, dtype=torch.int64)
         self._worst = torch.full((self.num_layers, self.num_heads), _NOT_MEASURED, dtype=torch.float64)
         self._worst_form = torch.zeros(self.num_layers, self.num_heads, dtype=torch.int64)
+        self._read_exactly = torch.zeros(self.num_layers, self.num_heads, dtype=torch.bool)
+        self._exact_by_layer = [0] * self.num_layers
         self._certified_by_layer = [0] * self.num_layers
         self._rows_by_layer = [0] * self.num_layers
         self._lost_by_layer = [0] * self.num_layers
@@ -133,34 +148,54 @@ class RequestState:
 
         Every layer sees the same rows, so the request has as many rows as the layer that saw most.
         """
-        meter = _meters(cells, row)
-        form = cells.form[row].cpu()
-        certified = int((meter <= tau).sum())
-        self.cells_measured += meter.numel()
-        self.certified_cells += certified
-        floor = cells.floor[row].detach().to("cpu", torch.float64)
-        damaged = int((floor > tau).sum())
+        every = _meters(cells, row)
+        floors = cells.floor[row].detach().to("cpu", torch.float64)
+        quantized = cells.num_quantized[row].to("cpu")
+        read = quantized > 0
+        exact = every.numel() - int(read.sum())
+        tokens = int(quantized.sum())
+        tokens_exact = int(cells.num_visible[row]) * every.numel() - tokens
+        self.cells_exact += exact
+        self.tokens_quantized += tokens
+        self.tokens_exact += tokens_exact
+        self._exact_by_layer[layer] += exact
+        self._read_exactly[layer] |= ~read
+        meter, floor = every[read], floors[read]
+        certified, damaged = int((meter <= tau).sum()), int((floor > tau).sum())
+        worst_head = int(torch.where(read, every, _NOT_MEASURED).argmax())
+        if meter.numel():
+            self._observe_bounds(cells, row, layer, (worst_head, step, position), every, read)
+            self.floor_max = max(self.floor_max, float(floor.max()))
+        self.tv_certified_cells += certified
         self.damaged_cells += damaged
-        self.floor_max = max(self.floor_max, float(floor.max()))
         self._certified_by_layer[layer] += certified
-        higher = meter > self._worst[layer]
-        self._worst[layer] = torch.where(higher, meter, self._worst[layer])
-        self._worst_form[layer] = torch.where(higher, form, self._worst_form[layer])
-        self.forms += torch.bincount(form, minlength=self.num_forms)
-        head = int(meter.argmax())
-        highest = float(meter[head])
-        if self.worst is None or highest > self.worst.meter:
-            self.worst = WorstCell(highest, layer, head, step, position, int(form[head]))
-        self.log_a_max = max(self.log_a_max, float(_unbounded(cells.log_a[row]).max()))
-        self.out_bound_rel_max = max(self.out_bound_rel_max, _largest_relative_output_bound(cells, row))
         delta_loc = float(cells.delta_loc[row])
         self.tier_cells["dither" if delta_loc > 0 else "witness"] += meter.numel()
         if delta_loc > 0:
-            self.delta_spent = math.nextafter(self.delta_spent + delta_loc * meter.numel(), math.inf)
+            self.delta_spent = math.nextafter(self.delta_spent + delta_loc * every.numel(), math.inf)
         self._rows_by_layer[layer] += 1
         new_row = self._count_row(layer)
-        audited, violations = self._audit(meter, floor, cells, row)
-        return Observed(meter, certified, damaged, audited, violations, new_row)
+        audited, violations = self._audit(every, floors, cells, row)
+        return Observed(
+            meter, worst_head, exact, tokens, tokens_exact, certified, damaged, audited, violations, new_row
+        )
+
+    def _observe_bounds(
+        self, cells: CellBatch, row: int, layer: int, worst: tuple[int, int, int], meter: Tensor, read: Tensor
+    ) -> None:
+        """Count what bounds say of the cells `read` [H] bool; worst: head of the highest meter, step and position."""
+        form = cells.form[row].cpu()
+        self.cells_measured += int(read.sum())
+        higher = read & (meter > self._worst[layer])
+        self._worst[layer] = torch.where(higher, meter, self._worst[layer])
+        self._worst_form[layer] = torch.where(higher, form, self._worst_form[layer])
+        self.forms += torch.bincount(form[read], minlength=self.num_forms)
+        head, step, position = worst
+        highest = float(meter[head])
+        if self.worst is None or highest > self.worst.meter:
+            self.worst = WorstCell(highest, layer, head, step, position, int(form[head]))
+        self.log_a_max = max(self.log_a_max, float(_unbounded(cells.log_a[row])[read].max()))
+        self.out_bound_rel_max = max(self.out_bound_rel_max, _largest_relative_output_bound(cells, row, read))
 
     def _count_row(self, layer: int) -> bool:
         """Whether no other layer has seen, or lost, as many rows as `layer` now has."""
@@ -176,33 +211,44 @@ class RequestState:
 
     def observe_beside(self, cells: CellBatch, row: int, tau: float) -> None:
         """Count the deterministic bounds of a row whose meter used the dither law."""
-        meter = _meters(cells, row)
-        self.beside.cells += meter.numel()
-        self.beside.certified_cells += int((meter <= tau).sum())
-        self.beside.worst = max(self.beside.worst, float(meter.max()))
+        meter = _meters(cells, row)[cells.num_quantized[row].to("cpu") > 0]
+        if meter.numel():
+            self.beside.cells += meter.numel()
+            self.beside.tv_certified_cells += int((meter <= tau).sum())
+            self.beside.worst = max(self.beside.worst, float(meter.max()))
 
     def count_unknown(self, rows: int, reason: str) -> None:
         self.unknown_rows += rows
         self.unknown_reasons[reason] += rows
 
-    def worst_by_layer_head(self) -> list[list[float | None]]:
-        """[L][H], None where nothing was measured."""
+    def worst_by_layer_head(self) -> list[list[float | str | None]]:
+        """[L][H], `EXACT` where cells read nothing quantized only, None where nothing was measured."""
+        found = zip(self._worst.tolist(), self._read_exactly.tolist(), strict=True)
         return [
-            [value if value != _NOT_MEASURED else None for value in layer] for layer in self._worst.tolist()
+            [
+                worst if worst != _NOT_MEASURED else EXACT if exact else None
+                for worst, exact in zip(*layer, strict=True)
+            ]
+            for layer in found
         ]
 
     def by_layer(self, form_names: Sequence[str]) -> list[dict[str, Any]]:
         """[L] counts; form: what decided the layer's worst cell, None where nothing was measured."""
         heads = self._worst.argmax(dim=1).tolist()
-        return [
-            {
-                "layer": layer,
-                "cells": rows * self.num_heads,
-                "certified_cells": self._certified_by_layer[layer],
-                "form": form_names[int(self._worst_form[layer, heads[layer]])] if rows else None,
-            }
-            for layer, rows in enumerate(self._rows_by_layer)
-        ]
+        found = []
+        for layer, rows in enumerate(self._rows_by_layer):
+            exact = self._exact_by_layer[layer]
+            cells = rows * self.num_heads - exact
+            found.append(
+                {
+                    "layer": layer,
+                    "cells": cells,
+                    "cells_exact": exact,
+                    "tv_certified_cells": self._certified_by_layer[layer],
+                    "form": form_names[int(self._worst_form[layer, heads[layer]])] if cells else None,
+                }
+            )
+        return found
 
     def _audit(self, meter: Tensor, floor: Tensor, cells: CellBatch, row: int) -> tuple[int, int]:
         if cells.tv_audit is None:
@@ -223,8 +269,8 @@ def _unbounded(x: Tensor) -> Tensor:
     return x.detach().to("cpu", torch.float64).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
 
-def _largest_relative_output_bound(cells: CellBatch, row: int) -> float:
+def _largest_relative_output_bound(cells: CellBatch, row: int, read: Tensor) -> float:
     bound, norm = _unbounded(cells.out_bound[row]), cells.out_norm[row].to("cpu", torch.float64)
     relative = torch.where(bound == 0, torch.zeros_like(bound), _unbounded(bound / norm))
-    largest = float(relative.max())
+    largest = float(relative[read].max())
     return math.nextafter(largest, math.inf) if largest > 0 else 0.0

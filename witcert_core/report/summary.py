@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.bounds import FORM_NAMES
+from witcert_core.closing import ClosingRule
 from witcert_core.errors import ReportError
 from witcert_core.gates import CellStatus
 from witcert_core.hooks import cell_observers, plugin_manager, report_observers
@@ -20,7 +21,7 @@ from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Tier
 from witcert_core.report.claims import claim
 from witcert_core.report.record import CellEvent, cell_records, json_number, unknown_record
-from witcert_core.report.state import LAYER_NOT_METERED, PARTLY_MEASURED, RequestState
+from witcert_core.report.state import LAYER_NOT_METERED, PARTLY_MEASURED, Observed, RequestState
 
 if TYPE_CHECKING:
     from witcert_core.meter import CellBatch
@@ -59,6 +60,7 @@ class RequestLedger:
         self._num_layers = num_layers
         self._num_heads = num_qo_heads
         self._head_offset = head_offset
+        self._waits_for = ClosingRule.of(policy.build_quantizer()).waits_for() or None
         self._excluded = dict(layers_excluded or {})
         self._exempt = dict(layers_exempt or {})
         for layer in (*self._excluded, *self._exempt):
@@ -107,7 +109,7 @@ class RequestLedger:
             tier: Tier = "dither" if float(cells.delta_loc[row]) > 0 else "witness"
             offset = self._head_offset
             event = CellEvent(request_id, layer, step, position, tier, offset, cells, row, repaired_blocks)
-            self._emit(event, seen.meter)
+            self._emit(event, seen)
 
     def count_unknown(self, request_id: str, rows: int, reason: str) -> None:
         """Count query rows of which no cell was measured."""
@@ -165,13 +167,13 @@ class RequestLedger:
         """Drop a request that will not be reported."""
         self._requests.pop(request_id, None)
 
-    def _emit(self, event: CellEvent, meter: Tensor) -> None:
+    def _emit(self, event: CellEvent, seen: Observed) -> None:
         for observer in self._on_cell:
             observer(event)
         if self._jsonl is None or self._policy.report.cells == "none":
             return
         every = self._policy.report.cells == "all"
-        for record in cell_records(event, range(len(meter)) if every else [int(meter.argmax())], FORM_NAMES):
+        for record in cell_records(event, range(self._num_heads) if every else [seen.worst_head], FORM_NAMES):
             self._jsonl.write(record)
 
     def _check_layer(self, layer: int) -> None:
@@ -188,11 +190,12 @@ class RequestLedger:
         return state
 
     def _unknown_cells(self, state: RequestState) -> dict[str, int]:
-        """Cells not measured, by reason; together with the measured ones, every cell of every row seen."""
+        """Cells not measured, by reason; together with measured and exact ones, every cell of every row seen."""
         reasons = {reason: rows * self._cells_per_row for reason, rows in state.unknown_reasons.items()}
         excluded = state.rows_metered * self._excluded_cells_per_row
         lost = state.lost_cells
-        partly = state.rows_metered * self._cells_per_row - state.cells_measured - excluded - lost.total()
+        counted = state.cells_measured + state.cells_exact
+        partly = state.rows_metered * self._cells_per_row - counted - excluded - lost.total()
         for reason, count in ((LAYER_NOT_METERED, excluded), *lost.items(), (PARTLY_MEASURED, partly)):
             if count > 0:
                 reasons[reason] = reasons.get(reason, 0) + count
@@ -215,10 +218,13 @@ class RequestLedger:
             "rows_seen": state.rows_metered + state.unknown_rows,
             "rows_metered": state.rows_metered,
             "cells_measured": measured,
+            "cells_exact": state.cells_exact,
             "cells_unknown": sum(unknown.values()),
             "unknown_reasons": unknown,
-            "certified_cells": state.certified_cells,
-            "certified_share": state.certified_cells / measured if measured else None,
+            "tokens_read": {"quantized": state.tokens_quantized, "exact": state.tokens_exact},
+            "waits_for": self._waits_for,
+            "tv_certified_cells": state.tv_certified_cells,
+            "tv_certified_share": state.tv_certified_cells / measured if measured else None,
             "damaged_cells": state.damaged_cells,
             "floor_max": state.floor_max if measured else None,
             "worst": None
@@ -246,9 +252,11 @@ class RequestLedger:
                 "kind": policy.gate.kind,
                 "repaired_blocks": state.repaired_blocks,
                 "bytes": state.repaired_bytes,
-                "certified": state.verdicts[CellStatus.CERTIFIED],
+                "target": policy.gate.target,
+                "within_target": state.verdicts[CellStatus.WITHIN_TARGET],
+                "above_target": state.verdicts[CellStatus.ABOVE_TARGET],
                 "ranked": state.verdicts[CellStatus.RANKED],
-                "not_certified": state.verdicts[CellStatus.NOT_CERTIFIED],
+                "exact": state.verdicts[CellStatus.EXACT],
             },
             "layers_excluded": {
                 str(layer): why for layer, why in sorted((self._excluded | self._exempt).items())

@@ -11,27 +11,35 @@ from rich.table import Table
 from rich.text import Text
 
 UNKNOWN = "?"
+EXACT = "="
+NONE = "–"
+_TARGETS = {"tv": "weights", "output": "output", "both": "weights and output"}
 _VERDICTS = {
-    "certified": "cells certified",
+    "within_target": "cells within its target",
     "ranked": "saturated cells brought down by rank, which promises nothing",
-    "not_certified": "cells NOT certified",
+    "above_target": "cells left ABOVE its target",
+    "exact": "exact cells",
 }
 
 
 def render_sentence(summary: Mapping[str, Any]) -> str:
     """What the meter saw of a request (schema witcert.request/1), in one sentence."""
     who = f"request {summary['request_id']} ({summary['quantizer']} on {summary['engine']})"
-    measured, unknown, tau = summary["cells_measured"], summary["cells_unknown"], summary["tau"]
-    if not measured:
+    measured, exact, unknown = summary["cells_measured"], summary["cells_exact"], summary["cells_unknown"]
+    if not measured and not exact:
         return (
             f"{who}: nothing was measured{_why(summary['unknown_reasons'])}; "
             "how far compression moved its attention is unknown"
         )
+    counts = [f"{measured} of {measured + exact + unknown} cells were measured"]
+    if exact:
+        counts.append(f"{exact} read nothing quantized" + (f" ({waiting(summary)})" if measured else ""))
+    if unknown:
+        counts.append(f"the other {unknown} are unknown{_why(summary['unknown_reasons'])}")
     parts = [
         f"{_violations(summary['audit'])}{_worst(summary)}",
-        f"{measured} of {measured + unknown} cells were measured"
-        + (f", the other {unknown} are unknown{_why(summary['unknown_reasons'])}" if unknown else ""),
-        f"{percent_down(summary['certified_share'])} of the measured ones are certified at tau {tau:g}",
+        ", ".join(counts),
+        *_certified(summary),
         *_damage(summary),
         *_audit(summary["audit"]),
         *_gate(summary["gate"]),
@@ -41,7 +49,7 @@ def render_sentence(summary: Mapping[str, Any]) -> str:
 
 
 def render_table(summary: Mapping[str, Any]) -> Table:
-    """Layer by query head: worst bound, green up to tau, yellow above, red if it says nothing, ? unknown."""
+    """Layer by query head: worst bound, green up to tau, yellow above, red if it says nothing, = exact, ? unknown."""
     tau = summary["tau"]
     grid = summary["worst_by_layer_head"]
     title = f"worst bound by layer and query head, tau {tau:g}"
@@ -51,15 +59,16 @@ def render_table(summary: Mapping[str, Any]) -> Table:
     table.add_column("layer", justify="right", no_wrap=True)
     for head in range(len(grid[0]) if grid else 0):
         table.add_column(str(head), justify="right", no_wrap=True)
-    table.add_column("certified", justify="right", no_wrap=True)
+    table.add_column("TV certified", justify="right", no_wrap=True)
     table.add_column("decided by", no_wrap=True)
     for layer, meters in zip(summary["by_layer"], grid, strict=True):
-        share = layer["certified_cells"] / layer["cells"] if layer["cells"] else None
+        share = layer["tv_certified_cells"] / layer["cells"] if layer["cells"] else None
+        nothing = NONE if layer["cells_exact"] else UNKNOWN
         table.add_row(
             str(layer["layer"]),
             *(_shaded(meter, tau) for meter in meters),
-            UNKNOWN if share is None else percent_down(share),
-            layer["form"] or UNKNOWN,
+            nothing if share is None else percent_down(share),
+            layer["form"] or nothing,
         )
     return table
 
@@ -70,14 +79,21 @@ def number_up(value: float, digits: int = 2) -> str:
     return f"{math.ceil(value * scale) / scale:.{digits}f}"
 
 
-def percent_down(share: float) -> str:
-    """A certified share for display: 100 % only when it is all of them."""
-    return f"{math.floor(share * 1000) / 10:g} %"
+def percent_down(share: float | None) -> str:
+    """A certified share for display: 100 % only when it is all of them, a dash where there is nothing to certify."""
+    return NONE if share is None else f"{math.floor(share * 1000) / 10:g} %"
 
 
-def _shaded(meter: float | None, tau: float) -> Text:
-    if meter is None:
-        return Text(UNKNOWN, style="dim")
+def waiting(summary: Mapping[str, Any]) -> str:
+    """Why tokens were read exactly, of a summary in which some cells read nothing else."""
+    if summary["waits_for"] is None:
+        return "every token they read was exact"
+    return f"{summary['quantizer']} {summary['waits_for']}"
+
+
+def _shaded(meter: float | str | None, tau: float) -> Text:
+    if meter is None or isinstance(meter, str):
+        return Text(UNKNOWN if meter is None else EXACT, style="dim")
     style = "green" if meter <= tau else "yellow" if meter < 1 else "red"
     return Text(number_up(meter).removeprefix("0") if meter else "0", style=style)
 
@@ -85,11 +101,16 @@ def _shaded(meter: float | None, tau: float) -> Text:
 def _legend(summary: Mapping[str, Any]) -> str:
     excluded = [f"layer {layer}: {why}" for layer, why in summary["layers_excluded"].items()]
     unknown = f"{UNKNOWN} not measured, hence unknown; {summary['cells_unknown']} cells in all"
-    return "\n".join([unknown, *excluded, summary["claim"]])
+    exact = []
+    if summary["cells_exact"]:
+        exact = [f"{EXACT} read nothing quantized, hence exact; {summary['cells_exact']} cells in all"]
+    return "\n".join([unknown, *exact, *excluded, summary["claim"]])
 
 
 def _worst(summary: Mapping[str, Any]) -> str:
     worst = summary["worst"]
+    if worst is None:
+        return f"nothing quantized was read yet: {waiting(summary)}"
     where = f"layer {worst['layer']}, head {worst['q_head']}, position {worst['position']}"
     if worst["meter"] >= 1:
         return f"the bound says nothing about at least one cell (meter 1 at {where})"
@@ -97,6 +118,13 @@ def _worst(summary: Mapping[str, Any]) -> str:
         "compression moved the attention weights of a measured cell "
         f"by at most {number_up(worst['meter'], 4)} total variation ({where}, by {worst['form']})"
     )
+
+
+def _certified(summary: Mapping[str, Any]) -> list[str]:
+    if summary["tv_certified_share"] is None:
+        return ["so there is nothing to certify"]
+    share = percent_down(summary["tv_certified_share"])
+    return [f"{share} of the measured ones have their weights certified at tau {summary['tau']:g}"]
 
 
 def _violations(audit: Mapping[str, Any]) -> str:
@@ -125,7 +153,8 @@ def _audit(audit: Mapping[str, Any]) -> list[str]:
 def _gate(gate: Mapping[str, Any]) -> list[str]:
     if gate["kind"] == "observe":
         return []
-    text = f"gate {gate['kind']} restored {gate['repaired_blocks']} blocks ({gate['bytes']} bytes)"
+    restored = f"restored {gate['repaired_blocks']} blocks ({gate['bytes']} bytes)"
+    text = f"gate {gate['kind']} (target: {_TARGETS[gate['target']]}) {restored}"
     told = [f"{gate[key]} {words}" for key, words in _VERDICTS.items() if gate[key]]
     return [f"{text}: {', '.join(told)}" if told else text]
 

@@ -98,10 +98,12 @@ class CapturedCells:
         found = {}
         for i, (layer, fact) in enumerate(zip(self.layers, facts, strict=True)):
             if status[i] == MEASURED:
+                seen = visible_tokens(rows, fact.window_left)
                 found[layer] = kernel_cells(
                     self.acc[i][places],
                     self.norm[i][places],
-                    num_visible=visible_tokens(rows, fact.window_left),
+                    num_visible=seen,
+                    num_quantized=torch.tensor(seen),  # a step decodes from what is packed
                     delta_loc=delta_loc,
                     form=form,
                     has_sink=fact.has_sink,

@@ -44,6 +44,11 @@ class PlacedRadii:
         exact = self.exact[slots, None, None]
         return found[0].masked_fill(exact, 0.0), found[1].masked_fill(exact, 0.0)
 
+    def exact_heads(self, slots: Tensor) -> Tensor:
+        heads = self.inner.exact_heads(self.slots[slots])
+        heads = heads if self.exact is None else heads | self.exact[slots, None]
+        return heads if self.unknown is None else heads & ~self.unknown[slots, None]
+
 
 @dataclass(frozen=True)
 class Gathered:

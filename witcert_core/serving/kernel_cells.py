@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -45,12 +46,15 @@ def kernel_cells(
     norm: Tensor,
     *,
     num_visible: Sequence[int],
+    num_quantized: Tensor,
     delta_loc: Sequence[float],
     form: str,
     has_sink: bool,
     tv_audit: Tensor | None = None,
 ) -> CellBatch:
     """The cells of acc [R, H, 16] float32 and norm [R, H] from `output_norm_down`, on the host.
+
+    num_quantized [R] or [R, H] int64: as in `CellBatch`.
 
     The accumulators stay float32: their rounding is that of fp32 sums (`accumulate.SUM_SLACK`). The kernel's own
     arithmetic is part of every radius already, so nothing is added for it.
@@ -59,8 +63,9 @@ def kernel_cells(
     none = torch.zeros_like(below)
     terms = Terms(sums, none, below, none, below, none, none)
     visible = torch.tensor(list(num_visible), dtype=torch.int64)
+    quantized = (num_quantized[:, None] if num_quantized.dim() == 1 else num_quantized).cpu().expand_as(below)
     spent = torch.tensor(list(delta_loc), dtype=torch.float64)
-    return cell_batch(terms, form, has_sink, visible, tv_audit, spent)
+    return cell_batch(terms, form, has_sink, visible, quantized, tv_audit, spent)
 
 
 def certified_cells(
@@ -68,6 +73,7 @@ def certified_cells(
     norm: Tensor,
     *,
     num_visible: Sequence[int],
+    num_quantized: Tensor,
     delta_loc: Sequence[float],
     form: str,
     has_sink: bool,
@@ -76,9 +82,10 @@ def certified_cells(
 ) -> CellBatch:
     """The cells of what `certify` found of weights that another kernel, the engine's, attended with.
 
-    norm [R, H] is that of the engine's output, from `output_norm_down`. The engine's weights lie within
-    ``tanh(omega / 2)`` of those the accumulators are of, float16 weights further (`weight_underflow` of `dtypes`); the
-    output that belongs to the accumulators is then as much times the largest value's norm from the engine's.
+    norm [R, H] is that of the engine's output, from `output_norm_down`; num_quantized [R, H] as in `CellBatch`. The
+    engine's weights lie within ``tanh(omega / 2)`` of those the accumulators are of, float16 weights further
+    (`weight_underflow` of `dtypes`); the output that belongs to the accumulators is then as much times the largest
+    value's norm from the engine's.
     """
     sums, below = found.acc.cpu(), norm.cpu().double()
     extra = (torch.tanh(0.5 * found.omega.cpu().double()) * (1.0 + 2.0**-20)).nan_to_num(nan=1.0)
@@ -89,7 +96,20 @@ def certified_cells(
     none = torch.zeros_like(below)
     terms = Terms(sums, extra, below, none, centre, none, none)
     visible = torch.tensor(list(num_visible), dtype=torch.int64)
-    return cell_batch(terms, form, has_sink, visible, tv_audit, torch.tensor(list(delta_loc), dtype=torch.float64))
+    spent = torch.tensor(list(delta_loc), dtype=torch.float64)
+    return cell_batch(terms, form, has_sink, visible, num_quantized.cpu(), tv_audit, spent)
+
+
+def quantized_tokens(exact: Tensor, requests: Sequence[Tensor], rows: Sequence[MeteredRow], window_left: int) -> Tensor:
+    """int64 [R, Hkv]: of the tokens each row sees, those that are not exact.
+
+    exact bool [M, Hkv]: of all tokens of the `requests` [S_i], one request after the other.
+    """
+    first = [0, *accumulate(slots.numel() for slots in requests)]
+    before = torch.nn.functional.pad((~exact).cumsum(0), (0, 0, 1, 0))  # how many there are before each token
+    ends = [first[row.request] + row.position + 1 for row in rows]
+    starts = [end - seen for end, seen in zip(ends, visible_tokens(rows, window_left), strict=True)]
+    return before[ends] - before[starts]
 
 
 def spend_down(delta_loc: Sequence[float], device: torch.device) -> Tensor:

@@ -169,12 +169,12 @@ class KernelPacked(PackedStorage):
         if not rows:
             return out, None, None
         truth = self._audit(call, plan, rows, group.stored)
-        found = self._cells(call, plan, rows, acc, out[group.local], spent, truth)
+        found = self._cells(call, plan, group, acc, out[group.local], spent, truth)
         if not any(spent):
             return out, found, None
         nothing = [0.0] * len(rows)
         certain = attend(call, plan, group, rows, nothing)[1]
-        return out, found, self._cells(call, plan, rows, certain, out[group.local], nothing, None)
+        return out, found, self._cells(call, plan, group, certain, out[group.local], nothing, None)
 
     def _decode(
         self, call: AttentionCall, plan: RowPlan, group: Group, rows: list[int], spent: list[float]
@@ -274,21 +274,33 @@ class KernelPacked(PackedStorage):
         self,
         call: AttentionCall,
         plan: RowPlan,
-        rows: list[int],
+        group: Group,
         acc: Tensor,
         out: Tensor,
         spent: list[float],
         truth: Tensor | None,
     ) -> CellBatch:
+        visible = visible_tokens([plan.rows[number] for number in group.rows], call.window_left)
         return kernel_cells(
             acc,
             output_norm_down(out),
-            num_visible=visible_tokens([plan.rows[number] for number in rows], call.window_left),
+            num_visible=visible,
+            num_quantized=torch.tensor(visible) - torch.tensor(self._read_exactly(plan, group, visible)),
             delta_loc=spent,
             form=self.policy.meter.form,
             has_sink=call.sinks is not None,
             tv_audit=truth,
         )
+
+    @staticmethod
+    def _read_exactly(plan: RowPlan, group: Group, visible: list[int]) -> list[int]:
+        """How many of the tokens each row sees are of its own chunk, which is packed after its attention."""
+        if group.stored:
+            return [0] * len(visible)
+        rows = [plan.rows[number] for number in group.rows]
+        prefixes = [plan.requests[row.request].numel() - plan.new_tokens[row.request] for row in rows]
+        own = (row.position + 1 - prefix for row, prefix in zip(rows, prefixes, strict=True))
+        return [min(mine, seen) for mine, seen in zip(own, visible, strict=True)]
 
     def _audit(self, call: AttentionCall, plan: RowPlan, rows: list[int], stored: bool) -> Tensor | None:
         """True TV [R, H] of audited rows, NaN in the others; None if there are none."""

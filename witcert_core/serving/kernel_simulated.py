@@ -24,7 +24,14 @@ from witcert_core.pool import Pool
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.kernel_cells import certified_cells, output_norm_down, spend_down, token_pages, visible_tokens
+from witcert_core.serving.kernel_cells import (
+    certified_cells,
+    output_norm_down,
+    quantized_tokens,
+    spend_down,
+    token_pages,
+    visible_tokens,
+)
 from witcert_core.serving.rows import RowPlan
 from witcert_core.serving.simulated import SimulatedCache
 from witcert_core.serving.step import StepCells
@@ -167,10 +174,14 @@ class KernelSimulated(SimulatedCache):
             layer=call.layer,
             **law,
         )
+        read = rows.plan.metered_requests()
+        exact = side.exact_heads(torch.cat(read))
+        counts = quantized_tokens(exact, read, rows.plan.rows, call.window_left)
         return certified_cells(
             found,
             norm,
             num_visible=visible_tokens(rows.plan.rows, call.window_left),
+            num_quantized=counts.repeat_interleave(q.shape[1] // counts.shape[1], 1),
             delta_loc=deltas,
             form=self.policy.meter.form,
             has_sink=call.sinks is not None,

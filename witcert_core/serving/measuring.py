@@ -98,6 +98,7 @@ def stacked(parts: list[Summed]) -> Summed:
         parts[0].form,
         parts[0].has_sink,
         torch.cat([part.num_visible for part in parts]),
+        torch.cat([part.num_quantized for part in parts]),
         audits([(part.tv_audit, part.terms.norm) for part in parts]),
         torch.cat([part.delta_loc for part in parts]),
     )

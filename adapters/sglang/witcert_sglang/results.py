@@ -61,7 +61,7 @@ def abort(req: Any, why: str) -> None:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     if not req.finished():
-        req.to_finish = FINISH_ABORT(f"witcert: not certified: {why}")
+        req.to_finish = FINISH_ABORT(f"witcert: a cell stays above the gate's target: {why}")
 
 
 def report(runtime: Runtime, req: Any) -> dict[str, Any]:

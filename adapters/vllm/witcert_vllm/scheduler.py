@@ -52,7 +52,7 @@ def last_word(request: Any, connector: WitCertConnector) -> EngineCoreOutput:
         request_id=request.request_id,
         new_token_ids=[],
         finish_reason=FinishReason.ABORT,
-        stop_reason="witcert: not certified",
+        stop_reason="witcert: a cell stays above the gate's target",
         kv_transfer_params={META_KEY: summaries[-1]} if summaries else None,
     )
 
