@@ -63,8 +63,8 @@ class RequestRows:
 class Looked:
     """One KV head of one request as its cache is now: C cells over S tokens in B blocks.
 
-    meter, out_rel [C] and risk, value_risk float64 [B]: see `gates.GateState`. quantized int64 [C]: tokens each cell sees
-    that are not exact. exact bool [S]: tokens with radius 0.
+    meter, out_rel [C] and risk, value_risk float64 [B]: see `gates.GateState`. quantized int64 [C]: tokens that each
+    cell sees and that are not exact. exact bool [S]: tokens with radius 0.
     repaired, available bool [B]: blocks that are exact, and that are or could be made so.
     """
 

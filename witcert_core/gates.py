@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from witcert_core.errors import PolicyError
+from witcert_core.suggest import did_you_mean, listed
 
 SATURATED = 0.9
 """At this bound a cell is told next to nothing, and certifying it would cost most of its blocks."""
@@ -231,7 +232,8 @@ def build_gate(
         PolicyError: the name is not a built-in gate, or a threshold has no meaning.
     """
     if target not in ("tv", "output", "both"):
-        raise PolicyError(f"gate target is {target!r}; allowed are tv, output, both")
+        targets = get_args(Target)
+        raise PolicyError(f"gate target is {target!r}{did_you_mean(target, targets)}; allowed are {listed(targets)}")
     if not 0.0 < tau <= 1.0 or not tau_out > 0.0 or not risk_tau > 0.0:
         raise PolicyError(
             f"gate thresholds are tau={tau}, tau_out={tau_out}, risk_tau={risk_tau}; "
@@ -245,4 +247,5 @@ def build_gate(
         return RiskRanked(risk_tau)
     if kind == Combined.name:
         return Combined(target, tau, tau_out, risk_tau)
-    raise PolicyError(f"gate kind is {kind!r}; built in are observe, certified, risk_ranked, combined")
+    kinds = [gate.name for gate in (Observe, Certified, RiskRanked, Combined)]
+    raise PolicyError(f"gate kind is {kind!r}{did_you_mean(kind, kinds)}; built in are {listed(kinds)}")

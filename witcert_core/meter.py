@@ -18,6 +18,7 @@ from witcert_core.cells import Stored, Terms, bounds_of, in_rows, kernel_radius,
 from witcert_core.errors import InputError
 from witcert_core.layout import AccField
 from witcert_core.side_by_side import SideBySide, side_by_side
+from witcert_core.suggest import did_you_mean, listed
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
 
 MAX_CELLS = 4096
@@ -395,6 +396,6 @@ def _check(
 
 def _check_options(form: str, exact_k: Tensor | None, audit_rows: Tensor | None) -> None:
     if form != "auto" and form not in FORM_NAMES:
-        raise InputError(f"form is {form!r}; allowed are auto, {', '.join(FORM_NAMES)}")
+        raise InputError(f"form is {form!r}{did_you_mean(form, FORM_NAMES)}; allowed are auto, {listed(FORM_NAMES)}")
     if audit_rows is not None and bool(audit_rows.any()) and exact_k is None:
         raise InputError("audit_rows marks rows but exact_k is missing; pass the exact keys or no audit")

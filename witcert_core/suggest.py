@@ -7,9 +7,10 @@ from difflib import get_close_matches
 
 
 def did_you_mean(given: object, allowed: Iterable[str]) -> str:
-    """' (did you mean 'x'?)' for the closest allowed word, '' when none is close."""
-    close = get_close_matches(str(given), list(allowed), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    """' (did you mean 'x'?)' for the closest allowed word, whatever its case; '' when none is close."""
+    words = {word.casefold(): word for word in allowed}
+    close = get_close_matches(str(given).casefold(), list(words), n=1, cutoff=0.6)
+    return f" (did you mean {words[close[0]]!r}?)" if close else ""
 
 
 def listed(allowed: Iterable[str]) -> str:

@@ -105,7 +105,9 @@ def test_coverage_adds_up(collected):
     assert all(count == 0 for count in found["violations"]["witness"].values())
 
 
-def made_up(tv: list[float], meter: list[float], log_a: list[float], sample: list[int]) -> CellTable:
+def made_up(
+    tv: list[float], meter: list[float], log_a: list[float], sample: list[int], quantized: list[int] | None = None
+) -> CellTable:
     bound = torch.tensor(meter, dtype=torch.float64)
     zeros = torch.zeros(len(tv), dtype=torch.int64)
     return CellTable(
@@ -113,6 +115,7 @@ def made_up(tv: list[float], meter: list[float], log_a: list[float], sample: lis
         sample=torch.tensor(sample),
         layer=zeros,
         head=zeros,
+        num_quantized=torch.tensor(quantized or [3] * len(tv)),
         tv=torch.tensor(tv, dtype=torch.float64),
         log_a=torch.tensor(log_a, dtype=torch.float64),
         floor=torch.tensor([0.0, 0.0, 0.0, 0.3, 0.1, 0.0], dtype=torch.float64),
@@ -156,6 +159,41 @@ def test_trust_of_made_up_cells():
     assert every["ranking"]["log_a_max"]["value"] == pytest.approx((2.5 + 4.5 + 3.5) / 15)
     rows = trust.trust_rows({"quantizers": {"q": found}, "pooled": every})
     assert [len(row) for row in rows] == [len(trust.TRUST_COLUMNS)] * 2
+
+
+def test_shares_are_of_cells_that_read_something_quantized_and_violations_of_all():
+    given = {
+        "tv": [0.0, 0.02, 0.04, 0.5, 0.3, 0.1],
+        "meter": [0.1, 0.2, 0.12, 1.0, 0.9, 0.05],
+        "log_a": [9.0, 1.0, 0.1, 2.0, 3.0, 9.0],
+        "sample": [0, 0, 1, 1, 2, 3],
+    }
+    some, none = made_up(**given, quantized=[0, 1, 0, 4, 2, 0]), made_up(**given, quantized=[0] * 6)
+    found = coverage.coverage_of(some, 1, 1)
+    assert (found["cells"], found["cells_exact"], found["violations"]["witness"][METER]) == (3, 3, 1)
+    assert found["at_tau"]["witness"][METER] == pytest.approx(1 / 3)
+    nothing = coverage.coverage_of(none, 1, 1)
+    json.dumps(nothing, allow_nan=False)
+    assert (nothing["cells"], nothing["cells_exact"], nothing["tv_max"]) == (0, 6, 0.5)
+    assert nothing["at_tau"]["witness"] == dict.fromkeys(FORMS)
+    assert nothing["by_layer_head"]["witness"][METER] == [[None]]
+    rows = coverage.coverage_rows({"some": found, "none": nothing})
+    assert [row[2] for row in rows] == ["33.3 %", "–"]
+    exact, outcomes = [outcome(True)] * 4, [outcome(True)] * 4
+    trusted = trust.trust_of(some, outcomes, exact, OPTIONS)
+    assert (trusted["cells"], trusted["cells_exact"], trusted["violations"]) == (3, 3, 1)
+    assert (trusted["verdicts"]["harmless"], trusted["verdicts"]["harmless_certified"]) == (1, 1)
+    assert len(trusted["points"]["tv"]) == 3
+    json.dumps(trust.trust_of(none, outcomes, exact, OPTIONS), allow_nan=False)
+
+
+def test_figures_leave_out_what_has_no_share(tmp_path: Path):
+    table = made_up([0.1] * 6, [0.2] * 6, [0.0] * 6, [0] * 6, quantized=[0] * 6)
+    results = {"q": coverage.coverage_of(table, 1, 1)}
+    coverage.plot_coverage(results, tmp_path / "coverage.svg")
+    coverage.plot_heads(results, tmp_path / "heads.svg")
+    assert (tmp_path / "coverage.svg").stat().st_size
+    assert (tmp_path / "heads.svg").stat().st_size
 
 
 def test_layers_are_contaminated_one_by_one_and_together(twin: LoadedModel):

@@ -22,7 +22,7 @@ def show(
     policy: Annotated[Path | None, typer.Option(help="Policy file; --quantizer replaces its quantizer.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="The first one is not read from the cache.")] = 32,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="One summary a line instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A line with prompt, answer and summary instead.")] = False,
 ) -> None:
     """Answer each prompt from a quantized cache and print what the meter saw; exit 1 if a bound was violated."""
     from witcert_core.evaluate.meter_run import choose_policy, meter, read_prompts
@@ -31,10 +31,11 @@ def show(
     texts = read_prompts(prompts)
     out = console()
     violations = 0
-    for text, summary in meter(model, chosen, texts, max_new_tokens=max_new_tokens, dtype=dtype):
+    answers = meter(model, chosen, texts, max_new_tokens=max_new_tokens, dtype=dtype)
+    for prompt, (text, summary) in zip(texts, answers, strict=True):
         violations += summary["audit"]["violations"]
         if as_json:
-            typer.echo(json.dumps(summary))
+            typer.echo(json.dumps({"prompt": prompt, "answer": text, "summary": summary}))
             continue
         out.print(text, markup=False)
         out.print(render_table(summary))

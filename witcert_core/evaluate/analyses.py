@@ -12,7 +12,6 @@ from rich.console import Console
 
 from witcert_core.errors import InputError
 from witcert_core.evaluate import coverage, sweep, trust
-from witcert_core.evaluate.campaign import progress_bar
 from witcert_core.evaluate.extras import require
 from witcert_core.evaluate.forcing import (
     ForcedSample,
@@ -25,6 +24,7 @@ from witcert_core.evaluate.forcing import (
 )
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel, load_model
+from witcert_core.evaluate.progress import progress
 from witcert_core.evaluate.records import make_directory, write_json
 from witcert_core.evaluate.settings import QuantizerSpec
 from witcert_core.evaluate.stats import RESAMPLES
@@ -66,12 +66,12 @@ def analyse_coverage(
     """Coverage of every form, by quantizer (schema witcert.coverage/1)."""
     geometry = inputs.loaded.geometry(1)
     results = {}
-    with progress_bar(console) as progress:
-        bar = progress.add_task("coverage", total=len(specs))
+    with progress(console) as shown:
+        bar = shown.add_task("coverage", total=len(specs))
         for spec in specs:
             table, _ = collect(inputs.loaded, spec, inputs.samples, deltas)
             results[spec.label] = coverage.coverage_of(table, len(geometry.layers), geometry.total_qo_heads)
-            progress.advance(bar)
+            shown.advance(bar)
     return {"schema": coverage.SCHEMA, "about": dict(inputs.about), "taus": list(coverage.TAUS), "quantizers": results}
 
 
@@ -79,15 +79,18 @@ def analyse_trust(inputs: Inputs, specs: Sequence[QuantizerSpec], console: Conso
     """Calibration of the bound and of the ranking, by quantizer (schema witcert.trust/1)."""
     samples = inputs.samples
     engine = OfflineEngine(inputs.loaded, hasty_policy(specs[0], ()), room(samples))
-    exact = [force(engine, sample, f"sample-{i}") for i, sample in enumerate(samples)]
-    results, parts = {}, []
-    with progress_bar(console) as progress:
-        bar = progress.add_task("trust", total=len(specs))
+    exact, results, parts = [], {}, []
+    with progress(console) as shown:
+        bar = shown.add_task("exact answers", total=len(samples))
+        for i, sample in enumerate(samples):
+            exact.append(force(engine, sample, f"sample-{i}"))
+            shown.advance(bar)
+        bar = shown.add_task("trust", total=len(specs))
         for spec in specs:
             table, outcomes = collect(inputs.loaded, spec, samples, ())
             results[spec.label] = trust.trust_of(table, outcomes, exact, inputs.options)
             parts.append((table, outcomes))
-            progress.advance(bar)
+            shown.advance(bar)
     about = {**inputs.about, "exact_right": sum(outcome.right for outcome in exact)}
     every = trust.pooled(parts, exact, inputs.options)
     return {"schema": trust.SCHEMA, "about": about, "quantizers": results, "pooled": every}
@@ -96,11 +99,11 @@ def analyse_trust(inputs: Inputs, specs: Sequence[QuantizerSpec], console: Conso
 def analyse_layers(inputs: Inputs, specs: Sequence[QuantizerSpec], console: Console) -> dict[str, Any]:
     """The sweep of layers, by quantizer (schema witcert.sweep/1)."""
     results = {}
-    with progress_bar(console) as progress:
+    with progress(console) as shown:
         for spec in specs:
             total = 1 + len(sweep.settings(inputs.loaded.shape.num_layers))
-            bar = progress.add_task(spec.label, total=total)
-            done = partial(progress.advance, bar)
+            bar = shown.add_task(spec.label, total=total)
+            done = partial(shown.advance, bar)
             results[spec.label] = sweep.sweep(inputs.loaded, spec, inputs.samples, inputs.options, done)
     return {"schema": sweep.SCHEMA, "about": dict(inputs.about), "quantizers": results}
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from witcert_core.evaluate.askers import Asker, Reply
+from witcert_core.evaluate.progress import progress
 from witcert_core.evaluate.records import Key, RecordFile, SampleRecord, meter_of
 from witcert_core.evaluate.tasks import EvalSample, TaskSource, TextTokenizer, score
 
@@ -35,7 +35,7 @@ def run(plan: Plan, askers: Sequence[Asker], tokenizer: TextTokenizer, file: Rec
     for asker in askers:
         file.claim(asker.quantizer, asker.mode, asker.settings)
     new = 0
-    with progress_bar(console) as progress:
+    with progress(console) as shown:
         for asker in askers:
             open_parts = [
                 (missing, plan.samples(task, num_tokens, tokenizer))  # made before a server is started for them
@@ -45,7 +45,7 @@ def run(plan: Plan, askers: Sequence[Asker], tokenizer: TextTokenizer, file: Rec
             ]
             total = len(plan.tasks) * len(plan.lengths) * plan.count
             left = sum(len(missing) for missing, _ in open_parts)
-            bar = progress.add_task(f"{asker.quantizer} {asker.mode}", total=total, completed=total - left)
+            bar = shown.add_task(f"{asker.quantizer} {asker.mode}", total=total, completed=total - left)
             if not open_parts:
                 continue
             asker.open()
@@ -53,7 +53,7 @@ def run(plan: Plan, askers: Sequence[Asker], tokenizer: TextTokenizer, file: Rec
                 with ThreadPoolExecutor(asker.parallel) as pool:
                     for missing, samples in open_parts:
                         futures = [pool.submit(_ask, asker, samples[key[4]], key) for key in missing]
-                        new += _collect(futures, file, partial(progress.advance, bar))
+                        new += _collect(futures, file, partial(shown.advance, bar))
             finally:
                 asker.close()
     return new
@@ -62,12 +62,6 @@ def run(plan: Plan, askers: Sequence[Asker], tokenizer: TextTokenizer, file: Rec
 def _missing(plan: Plan, asker: Asker, task: str, num_tokens: int, file: RecordFile) -> list[Key]:
     keys = [(asker.quantizer, asker.mode, task, num_tokens, i) for i in range(plan.count)]
     return [key for key in keys if not file.has(key)]
-
-
-def progress_bar(console: Console) -> Progress:
-    """Shown on a terminal only."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 def _collect(

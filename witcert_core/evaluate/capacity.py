@@ -17,11 +17,13 @@ from witcert_core.hooks import quantizer_registry
 from witcert_core.layout import KVLayout
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.rotary import RotarySpec
+from witcert_core.suggest import did_you_mean, listed
 
 MOST = 1_000_000
 """More layers, heads or channels than any model has: a larger number in a configuration is a mistake."""
 DEFAULT_LAYOUTS = ("fp16", "fp8", "int8_dither", "int8_dither_w", "bypass:4")
 _PLAIN = {"fp16": "none", "fp8": "fp8_e4m3_cast"}
+LAYOUTS = (*_PLAIN, "int8_dither", "int8_dither_w")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -160,7 +162,8 @@ def bytes_per_token(layout: str, shape: ModelShape, tensor_parallel: int = 1) ->
         side = side_bytes_per_token(per_head, heads, shape.num_layers) + flag
         return _plain_bytes(quantizer_registry().get("none"), shape, heads) + side
     raise InputError(
-        f"layout is {layout!r}; allowed are fp16, fp8, int8_dither, int8_dither_w, bypass:PAIRS and metered:QUANTIZER"
+        f"layout is {layout!r}{did_you_mean(layout, LAYOUTS)}; allowed are {listed(LAYOUTS)}, bypass:PAIRS and "
+        "metered:QUANTIZER"
     )
 
 

@@ -18,6 +18,7 @@ from witcert_core.evaluate.askers import Reply, UrlAsker, deciding
 from witcert_core.evaluate.servers import free_port, serving
 from witcert_core.evaluate.settings import EXACT, Mode, QuantizerSpec, build_policy
 from witcert_core.evaluate.tasks import EvalSample
+from witcert_core.suggest import did_you_mean, listed
 
 COMMANDS: dict[str, Sequence[str]] = {
     "sglang": ("-m", "sglang.launch_server", "--model-path"),
@@ -45,7 +46,8 @@ class ServedAsker:
         parallel: int,
     ) -> None:
         if engine not in COMMANDS:
-            raise InputError(f"engine is {engine!r}; allowed are offline, {', '.join(COMMANDS)}")
+            known = ("offline", *COMMANDS)
+            raise InputError(f"engine is {engine!r}{did_you_mean(engine, known)}; allowed are {listed(known)}")
         if find_spec(engine) is None:
             raise UnsupportedError(f"{engine} is not installed in {sys.prefix}; run witcert from its environment")
         if mode != "exact" and engine not in installed_engines():

@@ -12,6 +12,7 @@ from yaml import YAMLError
 from witcert_core.errors import InputError, PolicyError
 from witcert_core.policy import Policy, load_policy, parse_policy
 from witcert_core.policy_yaml import read_yaml
+from witcert_core.suggest import did_you_mean, listed
 
 Mode = Literal["raw", "gated", "exact"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -56,7 +57,7 @@ def parse_mode(text: str) -> Mode:
     for mode in MODES:
         if text == mode:
             return mode
-    raise InputError(f"mode is {text!r}; allowed are {', '.join(MODES)}")
+    raise InputError(f"mode is {text!r}{did_you_mean(text, MODES)}; allowed are {listed(MODES)}")
 
 
 def base_settings(

@@ -16,6 +16,7 @@ from witcert_core.evaluate.offline import bridge
 from witcert_core.hub import unreachable_hub
 from witcert_core.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
+from witcert_core.suggest import did_you_mean, listed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -90,7 +91,7 @@ def load_model(path: str, dtype: str = "auto") -> LoadedModel:
         UnsupportedError: a model whose attention the meter cannot follow.
     """
     if dtype not in DTYPES:
-        raise InputError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
+        raise InputError(f"dtype is {dtype!r}{did_you_mean(dtype, DTYPES)}; allowed are {listed(DTYPES)}")
     transformers = require("transformers")
     if unreachable := unreachable_hub(path):
         raise InputError(f"no model: {unreachable}")

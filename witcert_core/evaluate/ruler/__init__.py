@@ -13,7 +13,7 @@ from witcert_core.evaluate.ruler.questions import question_answering
 from witcert_core.evaluate.ruler.tracking import variable_tracking
 from witcert_core.evaluate.ruler.words import common_words, frequent_words
 from witcert_core.evaluate.tasks import EvalSample, TextTokenizer
-from witcert_core.suggest import listed
+from witcert_core.suggest import did_you_mean, listed
 
 MAKERS = {
     "single_needle": single_needle,
@@ -51,7 +51,7 @@ class Natural:
             InputError: an unknown task, fewer than 512 tokens, or a negative count.
         """
         if task not in MAKERS:
-            raise InputError(f"unknown task {task!r}; allowed are {listed(MAKERS)}")
+            raise InputError(f"unknown task {task!r}{did_you_mean(task, MAKERS)}; allowed are {listed(MAKERS)}")
         if num_tokens < MIN_TOKENS or count < 0:
             raise InputError(f"{count} prompts of {num_tokens} tokens; at least {MIN_TOKENS} tokens are needed")
         return [self._sample(task, num_tokens, f"{task}/{num_tokens}/{seed}/{i}", tokenizer) for i in range(count)]
