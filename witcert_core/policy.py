@@ -130,6 +130,9 @@ class MeterSettings(_Section):
     stride: int = Field(default=32, ge=1)
     layers: Layers = None
     audit_every: int = Field(default=0, ge=0)
+    audit_share: float = Field(default=0.0, ge=0, le=1)
+    share_bytes: int = Field(default=2**28, ge=1)
+    share_seed: int | None = None
     declared_rows: int | None = Field(default=None, ge=1)
 
     def layers_of(self, model_layers: Sequence[int]) -> tuple[int, ...]:
@@ -182,6 +185,7 @@ class Policy(_Section):
         with _at_key("gate.kind"):
             self._gate = gate_registry().build(self.gate.kind, self.gate.model_dump())
         self._check_tier()
+        self._check_audits()
         self._check_storage()
         self._check_engine()
         self._force_stride()
@@ -208,6 +212,13 @@ class Policy(_Section):
             raise ValueError(
                 f"meter.sketch_bits: is {self.meter.sketch_bits}, but the packed cache keeps no sketches; allowed: 0, "
                 "or quantizer.storage 'simulated'"
+            )
+
+    def _check_audits(self) -> None:
+        if self.meter.audit_share and self.meter.audit_every:
+            raise ValueError(
+                f"meter.audit_share: is {self.meter.audit_share}, but meter.audit_every is {self.meter.audit_every}, "
+                "which audits every request already; set one of them to 0"
             )
 
     def _check_storage(self) -> None:

@@ -10,7 +10,7 @@ Repairs are persistent: the exact keys and values stay in the engine's cache, so
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -90,8 +90,13 @@ class BlockRepairer:
         moved = self._moved[request_id]
         return self.max_pagein_bytes - (moved[layer] if self.layers_apart else moved.total())
 
-    def run(self, call: LayerCall, requests: Sequence[RequestRows]) -> list[Outcome]:
-        """Bound, repair and bound again: all cells of the layer together, then each KV head that needs a repair."""
+    def run(
+        self, call: LayerCall, requests: Sequence[RequestRows], finished: Callable[[int], None] | None = None
+    ) -> list[Outcome]:
+        """Bound, repair and bound again: all cells of the layer together, then each KV head that needs a repair.
+
+        finished: called with the number of a request when the cache is as its rows have read it.
+        """
         for rows in requests:
             self.shadow.touch(rows.slots)
         side = self.store[call.layer]
@@ -113,6 +118,8 @@ class BlockRepairer:
                 for head in range(num_kv_heads)
             ]
             outcomes.append(self._outcome(call, rows, parts))
+            if finished is not None:
+                finished(number)
         return outcomes
 
     def _outcome(self, call: LayerCall, rows: RequestRows, heads: list[_HeadOutcome]) -> Outcome:

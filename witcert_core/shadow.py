@@ -70,13 +70,23 @@ class ShadowStore:
         k, v = (next(iter(kept.values())) for kept in (self._k, self._v))
         return (k.shape[-1] + v.shape[-1]) * k.element_size()
 
-    def claim(self, slots: Tensor) -> None:
+    @property
+    def room(self) -> int:
+        """Rows that are free or were not used since the clock last advanced."""
+        return int((self._used < self._clock).sum())
+
+    def advance(self) -> None:
+        """What is used from here on was used later than all before."""
+        self._clock += 1
+
+    def claim(self, slots: Tensor, *, advance: bool = True) -> None:
         """Make room for the tokens about to be written into `slots` [N]; their former copies are void.
 
         Of more slots than there are rows only the last ones are kept.
         """
         slots = _on_host(slots)
-        self._clock += 1
+        if advance:
+            self.advance()
         self._release(slots)
         wanted = slots[-self.num_rows :]
         # Free rows carry the oldest stamp of all, so they are taken before anything is evicted.
@@ -98,8 +108,11 @@ class ShadowStore:
         """bool [N], where `slots` are: whether the exact copy of each is here."""
         return (self._row_of[_on_host(slots)] != NO_ROW).to(slots.device)
 
-    def get(self, layer: int, slots: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
-        """k [N, D] and v [N, Dv] of one KV head; InputError where a copy is gone (ask `has` first)."""
+    def get(self, layer: int, slots: Tensor, kv_head: int | slice) -> tuple[Tensor, Tensor]:
+        """k [N, D] and v [N, Dv] of one KV head, or [N, Hkv, D] and [N, Hkv, Dv] of several.
+
+        InputError where a copy is gone (ask `has` first).
+        """
         rows = self._row_of[_on_host(slots)]
         if bool((rows == NO_ROW).any()):
             raise InputError(f"layer {layer}: the copy of slot {int(slots[rows == NO_ROW][0])} is gone")

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from witcert_core.report.sample import Compared
 from witcert_core.report.state import Observed
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Histogram
 
 METER_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0)
+RATIO_BUCKETS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0, 1000.0)
 
 
 class Metrics:
@@ -31,12 +33,13 @@ class Metrics:
 
         target = REGISTRY if registry is None else registry
         self._edges = torch.tensor(METER_BUCKETS, dtype=torch.float64)
+        self._ratio_edges = torch.tensor(RATIO_BUCKETS, dtype=torch.float64)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=target)
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(name, text, ("quantizer",), buckets=METER_BUCKETS, registry=target)
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = METER_BUCKETS) -> Histogram:
+            return Histogram(name, text, ("quantizer",), buckets=buckets, registry=target)
 
         self._cell_meter = histogram(
             "witcert_cell_meter", "Bound on the total variation of attention weights, per measured cell"
@@ -62,6 +65,19 @@ class Metrics:
         self._audited = counter("witcert_audited_cells", "Cells compared with their true value", "quantizer")
         self._violations = counter(
             "witcert_audit_violations", "Audited cells whose true value exceeded the bound", "quantizer"
+        )
+        self._true_tv = histogram("witcert_true_tv", "True total variation of the cells of sampled requests")
+        self._true_out = histogram(
+            "witcert_true_output_error", "Error of the outputs of sampled requests' cells, relative to their norm"
+        )
+        self._ratio = histogram(
+            "witcert_bound_over_true_tv", "Bound over true total variation of sampled requests' cells", RATIO_BUCKETS
+        )
+        self._out_ratio = histogram(
+            "witcert_bound_over_true_output_error", "Bound over true output error of the same cells", RATIO_BUCKETS
+        )
+        self._not_audited = counter(
+            "witcert_rows_not_audited", "Metered rows of sampled requests that could not be compared", "reason"
         )
         self._requests = counter("witcert_requests", "Finished requests", "quantizer")
 
@@ -90,6 +106,21 @@ class Metrics:
         if seen.audited:
             self._audited.labels(quantizer).inc(seen.audited)
             self._violations.labels(quantizer).inc(seen.violations)
+
+    def cells_compared(self, quantizer: str, found: Compared) -> None:
+        """Count the cells of one row of a sampled request in one layer."""
+        for family, values, edges in (
+            (self._true_tv, found.tv, self._edges),
+            (self._true_out, found.out, self._edges),
+            (self._ratio, found.tv_ratio, self._ratio_edges),
+            (self._out_ratio, found.out_ratio, self._ratio_edges),
+        ):
+            _observe_many(family.labels(quantizer), values, edges)
+        self._audited.labels(quantizer).inc(found.tv.numel())
+        self._violations.labels(quantizer).inc(found.violations)
+
+    def rows_not_audited(self, rows: int, reason: str) -> None:
+        self._not_audited.labels(reason).inc(rows)
 
     def rows_unknown(self, rows: int) -> None:
         self._rows.labels("unknown").inc(rows)

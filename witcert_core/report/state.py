@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from witcert_core.report.sample import SampleCounts
+
 if TYPE_CHECKING:
     from witcert_core.gates import CellStatus
     from witcert_core.meter import CellBatch
@@ -130,6 +132,7 @@ class RequestState:
     verdicts: Counter[CellStatus] = field(default_factory=Counter)
     audit: AuditCounts = field(default_factory=AuditCounts)
     beside: BesideCounts = field(default_factory=BesideCounts)
+    sample: SampleCounts = field(default_factory=SampleCounts)
 
     def __post_init__(self) -> None:
         self.forms = torch.zeros(self.num_forms, dtype=torch.int64)

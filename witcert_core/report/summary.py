@@ -21,6 +21,7 @@ from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Tier
 from witcert_core.report.claims import claim
 from witcert_core.report.record import CellEvent, cell_records, json_number, unknown_record
+from witcert_core.report.sample import Compared
 from witcert_core.report.state import LAYER_NOT_METERED, PARTLY_MEASURED, Observed, RequestState
 
 if TYPE_CHECKING:
@@ -110,6 +111,19 @@ class RequestLedger:
             offset = self._head_offset
             event = CellEvent(request_id, layer, step, position, tier, offset, cells, row, repaired_blocks)
             self._emit(event, seen)
+
+    def compare(self, request_id: str, cells: CellBatch, row: int, tv: Tensor, out: Tensor) -> None:
+        """Count row `row` of a measured batch beside its true TV [H] and output error ``||o - o~||`` [H]."""
+        found = Compared.of(cells, row, tv, out)
+        self._state(request_id).sample.add(found)
+        if self._metrics is not None:
+            self._metrics.cells_compared(self._policy.quantizer.name, found)
+
+    def count_not_audited(self, request_id: str, rows: int, reason: str) -> None:
+        """Count metered rows of a sampled request that could not be compared."""
+        self._state(request_id).sample.missed[reason] += rows
+        if self._metrics is not None:
+            self._metrics.rows_not_audited(rows, reason)
 
     def count_unknown(self, request_id: str, rows: int, reason: str) -> None:
         """Count query rows of which no cell was measured."""
@@ -248,6 +262,7 @@ class RequestLedger:
             "tier_w_beside": state.beside.as_dict(),
             "delta": {"request": policy.meter.delta if dither else 0.0, "spent": state.delta_spent},
             "audit": state.audit.as_dict(),
+            "sample": state.sample.as_dict(),
             "gate": {
                 "kind": policy.gate.kind,
                 "repaired_blocks": state.repaired_blocks,

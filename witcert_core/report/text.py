@@ -37,11 +37,12 @@ def render_sentence(summary: Mapping[str, Any]) -> str:
     if unknown:
         counts.append(f"the other {unknown} are unknown{_why(summary['unknown_reasons'])}")
     parts = [
-        f"{_violations(summary['audit'])}{_worst(summary)}",
+        f"{_violations(summary['audit'])}{_violations(summary['sample'])}{_worst(summary)}",
         ", ".join(counts),
         *_certified(summary),
         *_damage(summary),
         *_audit(summary["audit"]),
+        *_sample(summary["sample"]),
         *_gate(summary["gate"]),
         summary["claim"],
     ]
@@ -127,8 +128,8 @@ def _certified(summary: Mapping[str, Any]) -> list[str]:
     return [f"{share} of the measured ones have their weights certified at tau {summary['tau']:g}"]
 
 
-def _violations(audit: Mapping[str, Any]) -> str:
-    if not audit["violations"]:
+def _violations(audit: Mapping[str, Any] | None) -> str:
+    if audit is None or not audit["violations"]:
         return ""
     cells = f"{audit['violations']} of {audit['cells']} audited cells"
     return f"BOUND VIOLATED in {cells}, do not trust this meter: "
@@ -148,6 +149,24 @@ def _audit(audit: Mapping[str, Any]) -> list[str]:
         f"none of {audit['cells']} audited cells exceeded its bound "
         f"(largest true value {audit['tv_max']:.4f})"
     ]
+
+
+def _sample(sample: Mapping[str, Any] | None) -> list[str]:
+    if sample is None:
+        return []
+    missed = sum(sample["rows_not_audited"].values())
+    why = _why(sample["rows_not_audited"])
+    parts = [f"{missed} rows of it could not be compared with the truth{why}"] if missed else []
+    if sample["tv"] is None:
+        return parts
+    tv, ratio = sample["tv"], sample["bound_over_tv"]
+    loose = "" if ratio is None else f", the bound {_shown(ratio['p50'])} times that in the median"
+    moved = f"{_shown(tv['p50'])} in the median and {_shown(tv['max'])} at most"
+    return [f"compression really moved {moved}{loose}", *parts]
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3g}"
 
 
 def _gate(gate: Mapping[str, Any]) -> list[str]:

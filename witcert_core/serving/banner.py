@@ -26,7 +26,7 @@ def banner(runtime: Runtime, *, answers: str, metrics: str) -> str:
         f"x {geometry.total_qo_heads} query heads{on_ranks(status['num_ranks'])})",
         f"  tier                : {status['tier']} ({claim})",
         f"  rows                : {rows(runtime)}",
-        f"  audited             : {audited(policy.meter.audit_every)}",
+        f"  audited             : {audited(policy.meter.audit_every, status)}",
         f"  prefill reads       : {policy.prefill_reads}",
         f"  tokens quantized    : {ClosingRule.of(runtime.quantizer).describe()}",
         f"  memory              : {format_bytes(status['bytes_witness'])} of witnesses and row ids, "
@@ -53,7 +53,12 @@ def rows(runtime: Runtime) -> str:
     )
 
 
-def audited(every: int) -> str:
+def audited(every: int, status: dict[str, Any]) -> str:
+    if status["audit_share"]:
+        return (
+            f"{status['audit_share']:.4g} of the requests, drawn at random, {status['sample_tokens']} tokens at a time "
+            f"({format_bytes(status['bytes_sample'])} of exact copies in host memory)"
+        )
     if every == 0:
         return "no row (meter.audit_every: 0)"
     return "every metered row" if every == 1 else f"one metered row of a request in {every}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.kernel_cells import kernel_cells, output_norm_down, spend_down, token_pages, visible_tokens
-from witcert_core.serving.measuring import joined
+from witcert_core.serving.measuring import compare, joined
 from witcert_core.serving.packed import PackedStorage
 from witcert_core.serving.rows import RowPlan
 from witcert_core.serving.step import StepCells
@@ -120,6 +121,9 @@ class KernelPacked(PackedStorage):
         for group in self.groups:
             attended, found, certain = self._launch(call, plan, group, deltas, metered)
             out[group.tokens] = attended
+            if metered and plan.sample is not None:
+                read = partial(self._read_row, call, plan, group.stored)
+                compare(step, plan, call, call.q[plan.tokens], read, group.rows)
             if not group.stored:
                 written = call.part(torch.zeros_like(early).index_fill(0, group.tokens, True))
                 self.append(written, written.slots)
@@ -132,6 +136,20 @@ class KernelPacked(PackedStorage):
                 beside = [row_of(certain or found, i) for found, certain, i in in_order]
                 step.witness_layers[call.layer] = joined(beside)
         return out.reshape(call.q.shape[0], -1)
+
+    def _read_row(
+        self, call: AttentionCall, plan: RowPlan, stored: bool, number: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values that row `number` reads; its own chunk's are not packed yet unless `stored`."""
+        row, slots = plan.rows[number], plan.seen_by(number, call.window_left)
+        k, v = self.cache.read(call.layer, slots)
+        if not stored:
+            new = plan.new_tokens[row.request]
+            own = row.position + 1 - (plan.requests[row.request].numel() - new)  # tokens of its chunk up to the row
+            own = min(own, slots.numel())
+            first = row.token + 1 - own
+            k[-own:], v[-own:] = (x[first : row.token + 1].to(y) for x, y in ((call.exact_k, k), (call.exact_v, v)))
+        return k, v
 
     def _groups(self, plan: RowPlan, early: Tensor) -> list[Group]:
         """Single stored tokens together, chunks of stored tokens one by one, exact chunks together; wave by wave."""

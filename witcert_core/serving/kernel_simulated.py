@@ -21,6 +21,7 @@ from witcert_core.kernels.witness import record_witness
 from witcert_core.meter import CellBatch, true_tv
 from witcert_core.policy import Policy
 from witcert_core.pool import Pool
+from witcert_core.serving import measuring
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
@@ -122,6 +123,13 @@ class KernelSimulated(SimulatedCache):
         heads = out.view(-1, self.geometry.num_qo_heads, self.geometry.v_head_dim)
         norm = output_norm_down(heads[rows.tokens])
         step.layers[call.layer] = self._cells(call, rows, deltas, norm, self._audit(call, plan))
+        measuring.compare(
+            step,
+            plan,
+            call,
+            call.q[rows.tokens],
+            lambda number: self.pool.read(call.layer, plan.seen_by(number, call.window_left)),
+        )
         if any(delta > 0 for delta in deltas):
             step.witness_layers[call.layer] = self._cells(call, rows, [0.0] * len(deltas), norm, None)
 

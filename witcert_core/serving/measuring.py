@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -12,7 +13,7 @@ from witcert_core.gated_rows import LayerCall, RequestRows
 from witcert_core.meter import CellBatch, Radii, Read, Summed, measure_rows
 from witcert_core.repair import BlockRepairer
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.rows import RowPlan
+from witcert_core.serving.rows import Attends, ReadRow, RowPlan
 from witcert_core.serving.step import StepCells, Verdict
 
 
@@ -49,6 +50,8 @@ def observe(
         )
 
     step.summed[call.layer] = summed(delta_loc, exact_k is not None)
+    places = [slots if call.window_left < 0 else slots[-(call.window_left + 1) :] for slots in seen]
+    compare(step, plan, call, call.q[plan.tokens], lambda number: read(places[number]))
     if any(delta > 0 for delta in delta_loc):
         step.witness_summed[call.layer] = summed([0.0] * len(delta_loc), False)
 
@@ -76,7 +79,15 @@ def gate(
         )
         for index, numbers in zip(indices, places, strict=True)
     ]
-    outcomes = repairer.run(call, requests)
+
+    def read(number: int) -> tuple[Tensor, Tensor]:
+        return call.pool.read(call.layer, plan.seen_by(number, call.window_left))
+
+    def compared(number: int) -> None:
+        """Now, since another request may restore blocks that this one read as they are."""
+        compare(step, plan, call, rows, read, places[number])
+
+    outcomes = repairer.run(call, requests, compared)
     for index, numbers, outcome in zip(indices, places, outcomes, strict=True):
         tokens = plan.tokens[numbers]
         for head, output in outcome.outputs.items():
@@ -88,6 +99,20 @@ def gate(
     step.summed[call.layer] = stacked([outcome.cells for outcome in outcomes])
     if any(delta > 0 for delta in delta_loc):
         step.witness_summed[call.layer] = stacked([outcome.witness_cells or outcome.cells for outcome in outcomes])
+
+
+def compare(
+    step: StepCells,
+    plan: RowPlan,
+    call: Attends,
+    rows: Tensor,
+    read: ReadRow,
+    numbers: Sequence[int] | None = None,
+) -> None:
+    """Keep the truth about the audited rows of sampled requests: of all rows [R, H, D], or of those named."""
+    if plan.sample is not None:
+        every = range(len(plan.rows)) if numbers is None else numbers
+        step.know(call.layer, plan.sample.compare(call, rows, plan, read, every))
 
 
 def stacked(parts: list[Summed]) -> Summed:

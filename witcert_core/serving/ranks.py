@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from witcert_core.meter import CellBatch
 from witcert_core.serving.step import StepCells, Verdict
+from witcert_core.truth import Truth
 
 T = TypeVar("T")
 PER_ROW = ("num_visible", "delta_loc")  # equal on all ranks; every other field has heads in its second dimension
@@ -46,17 +47,22 @@ class Ranks:
         if self.size == 1 or not step.rows:
             return step if self.reports else None
         parts: list[Any] | None = [None] * self.size if self.reports else None
-        mine = (step.layers, step.witness_layers, step.verdicts, step.lost)
+        mine = (step.layers, step.witness_layers, step.verdicts, step.lost, step.truths)
         dist.gather_object(mine, parts, dst=self._root, group=self._group)
         if parts is None:
             return None
-        layers, witness_layers, verdicts, lost = zip(*parts, strict=True)
+        layers, witness_layers, verdicts, lost, truths = zip(*parts, strict=True)
         return replace(
             step,
             layers=all_heads(layers),
             witness_layers=all_heads(witness_layers),
             verdicts=[Verdict.joined(same) for same in zip(*verdicts, strict=True)],
             lost=dict(item for part in lost for item in part.items()),
+            truths={
+                layer: Truth.of_heads([part[layer] for part in truths])
+                for layer in truths[0]
+                if all(layer in part for part in truths)
+            },
         )
 
 

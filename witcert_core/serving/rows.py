@@ -8,13 +8,49 @@ the stride selects are metered, the others are reported as unknown. A row of a f
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from witcert_core.truth import Truth
+
 MAX_TRACKED_REQUESTS = 65536
+ReadRow = Callable[[int], tuple[Tensor, Tensor]]
+"""Number of a row -> keys [S, Hkv, D] and values [S, Hkv, Dv] that attention read for it, its window applied."""
+
+
+class Attends(Protocol):
+    """How a layer attends."""
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def sm_scale(self) -> float: ...
+
+    @property
+    def logits_soft_cap(self) -> float: ...
+
+    @property
+    def window_left(self) -> int: ...
+
+    @property
+    def sinks(self) -> Tensor | None: ...
+
+
+class Compares(Protocol):
+    """Whoever has the exact keys and values of the audited rows."""
+
+    def compare(self, how: Attends, rows: Tensor, plan: RowPlan, read: ReadRow, numbers: Sequence[int]) -> Truth | None:
+        """The truth about those of the rows `numbers` that are audited; None if none is.
+
+        rows [ROWS, H, D]: the queries of all rows of the plan.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,13 +93,15 @@ class MeteredRow:
 class RowPlan:
     """The metered rows of one pass.
 
-    requests[i] [S_i]: all slots of request i, its new_tokens[i] new ones last.
+    requests[i] [S_i]: all slots of request i, its new_tokens[i] new ones last. sample: compares the audited rows of
+    sampled requests with the truth.
     """
 
     rows: list[MeteredRow]
     requests: list[Tensor]
     new_tokens: list[int]
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
+    sample: Compares | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -77,6 +115,11 @@ class RowPlan:
         """The slots [S] that row `number` sees."""
         row = self.rows[number]
         return self.requests[row.request][: row.position + 1]
+
+    def seen_by(self, number: int, window_left: int) -> Tensor:
+        """The slots [S] that row `number` sees through its window; window_left negative for no window."""
+        slots = self.slots_of(number)
+        return slots if window_left < 0 else slots[-(window_left + 1) :]
 
     def metered_requests(self) -> list[Tensor]:
         """`requests`, empty for those without a metered row: nothing of them needs to be read."""

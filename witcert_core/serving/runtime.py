@@ -7,6 +7,7 @@ away (`end`) and counts them once the engine has committed the tokens (`StepCell
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.ledger import make_ledger
 from witcert_core.serving.ranks import Ranks
 from witcert_core.serving.rows import RequestPass, RowPlan, RowPlanner
+from witcert_core.serving.sampled import sampled_copies
 from witcert_core.serving.step import StepCells
 
 LAST_ROW_ID = 2**32 - 1
@@ -102,6 +104,7 @@ class Runtime:
         nonce = self.ranks.from_root(secrets.randbits(63))
         self.row_ids = torch.zeros(geometry.num_slots, dtype=torch.int64, device=geometry.device)  # 0: never written
         self.encoder = Encoder(quantizer, geometry, self.row_ids, DitherKey(seed=0, nonce=nonce, dp_rank=0), tables)
+        self.sampled = sampled_copies(policy, geometry, self.ranks)
         self.cache = make_cache(self.encoder)
         self.passes = 0
         self.plan: RowPlan | None = None
@@ -121,7 +124,16 @@ class Runtime:
         self.attention_calls = 0
         self.cache.begin_pass(out_slots, [r.slots for r in requests])
         self.plan = self.planner.plan(requests)
-        self.step = StepCells([r.request_id for r in requests], self.plan.rows, unmetered=self.plan.unmetered)
+        not_audited: Counter[tuple[int, str]] = Counter()
+        if self.sampled is not None:
+            self.sampled.begin(requests, out_slots)
+            self.plan, not_audited = self.sampled.plan(self.plan, requests)
+        self.step = StepCells(
+            [r.request_id for r in requests],
+            self.plan.rows,
+            unmetered=self.plan.unmetered,
+            not_audited=not_audited,
+        )
 
     @property
     def in_pass(self) -> bool:
@@ -133,7 +145,21 @@ class Runtime:
         if self.plan is None or self.step is None:
             raise UnsupportedError(f"layer {call.layer} attends outside a pass that was announced")
         self.attention_calls += 1
+        if self.sampled is not None:
+            self.sampled.put(call)
         return self.cache.attend(call, self.plan, self.step, self._deltas(self.plan))
+
+    def moved(self, target: Tensor, source: Tensor) -> None:
+        """The engine copied what is in slots `source` [N] onto `target` [N]."""
+        self.cache.moved(target, source)
+        if self.sampled is not None:
+            self.sampled.drop(target)
+
+    def overwritten(self, slots: Tensor) -> None:
+        """The engine wrote `slots` [N] from elsewhere."""
+        self.cache.overwritten(slots)
+        if self.sampled is not None:
+            self.sampled.drop(slots)
 
     def end(self) -> StepCells | None:
         """The cells of the pass with the heads of all ranks; None on ranks that do not report.
@@ -173,6 +199,8 @@ class Runtime:
         """Drop the running counts of a finished request."""
         self.planner.forget(request_id)
         self.cache.forget(request_id)
+        if self.sampled is not None:
+            self.sampled.forget(request_id)
 
     def status(self) -> dict[str, Any]:
         """What is metered, for the start-up handshake, the banner and `/witcert/status`."""
@@ -189,6 +217,9 @@ class Runtime:
             "layers_quantized": sorted(self.quantized_layers),
             "stride": self.policy.meter.stride,
             "audit_every": self.policy.meter.audit_every,
+            "audit_share": self.policy.meter.audit_share,
+            "bytes_sample": 0 if self.sampled is None else self.sampled.nbytes,
+            "sample_tokens": 0 if self.sampled is None else self.sampled.copies.num_rows,
             "prefill_reads": self.policy.prefill_reads,
             "bytes_witness": self.cache.bytes_side + self.row_ids.nbytes,
             "bytes_audit_copies": self.cache.bytes_audit,

@@ -16,6 +16,7 @@ from torch import Tensor
 from witcert_core.meter import CellBatch, Summed, bound_cells
 from witcert_core.report.summary import RequestLedger
 from witcert_core.serving.rows import MeteredRow
+from witcert_core.truth import Truth
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class StepCells:
     summed, witness_summed: layers whose bounds are still to be taken, by `settle`.
     lost: layers that should have measured these rows and did not, with the reason; their cells are unknown.
     verdicts: what a repairing gate did, one for each layer and request.
+    truths: what compression really did to the audited rows of sampled requests. not_audited: their other rows, by
+    index in the batch and reason.
     """
 
     request_ids: list[str]
@@ -60,6 +63,13 @@ class StepCells:
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
     verdicts: list[Verdict] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)
+    truths: dict[int, Truth] = field(default_factory=dict)
+    not_audited: Counter[tuple[int, str]] = field(default_factory=Counter)
+
+    def know(self, layer: int, truth: Truth | None) -> None:
+        """Keep what is known of some rows of a layer, beside what already is."""
+        if truth is not None:
+            self.truths[layer] = Truth.of_parts([self.truths[layer], truth]) if layer in self.truths else truth
 
     def settle(self) -> None:
         """Take the bounds of all layers at once."""
@@ -89,11 +99,18 @@ class StepCells:
                     # A row beyond the declared ones was metered deterministically to begin with.
                     witness_cells=self.witness_layers.get(layer) if float(cells.delta_loc[number]) > 0 else None,
                 )
+            for layer, truth in self.truths.items():
+                found = truth.of(number)
+                if found is not None and layer in self.layers:
+                    ledger.compare(self.request_ids[row.request], self.layers[layer], number, *found)
             for layer, reason in self.lost.items():
                 ledger.count_lost(self.request_ids[row.request], layer, reason)
         for (index, reason), count in self.unmetered.items():
             if index in committed:
                 ledger.count_unknown(self.request_ids[index], count, reason)
+        for (index, reason), count in self.not_audited.items():
+            if index in committed:
+                ledger.count_not_audited(self.request_ids[index], count, reason)
         gave_up: dict[int, str] = {}
         for verdict in self.verdicts:
             if verdict.index not in committed:

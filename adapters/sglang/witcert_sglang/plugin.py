@@ -234,11 +234,11 @@ class Installation:
 
     def after_move(self, _result: Any, pool: Any, tgt_loc: Any, src_loc: Any) -> None:
         if self.runtime is not None and pool is self.runtime.pool:
-            self.runtime.cache.moved(tgt_loc, src_loc)
+            self.runtime.moved(tgt_loc, src_loc)
 
     def after_load(self, _result: Any, pool: Any, _copy: Any, indices: Any, *_args: Any, **_kwargs: Any) -> None:
         if self.runtime is not None and pool is self.runtime.pool:
-            self.runtime.cache.overwritten(indices)
+            self.runtime.overwritten(indices)
 
     def after_streamer_class(self, result: type[Any], _scheduler: Any) -> type[Any]:
         return streamer_class(self.live_runtime(), result)

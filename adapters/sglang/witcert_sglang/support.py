@@ -147,9 +147,9 @@ def check_graphs(policy: Policy, args: Any) -> None:
             "replay does not run; add --disable-cuda-graph",
         ),
         (
-            policy.meter.audit_every > 0,
-            "CUDA graphs with meter.audit_every: an audit needs the queries, which stay in the graph; set it to 0, or "
-            "add --disable-cuda-graph",
+            policy.meter.audit_every > 0 or policy.meter.audit_share > 0,
+            f"CUDA graphs with meter.{'audit_every' if policy.meter.audit_every else 'audit_share'}: an audit needs "
+            "the queries, which stay in the graph; set it to 0, or add --disable-cuda-graph",
         ),
     ):
         if odd:

@@ -13,6 +13,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from witcert_core.report.prometheus import Metrics
+from witcert_core.report.sample import Compared
 from witcert_core.report.state import Observed
 from witcert_vllm import http
 
@@ -49,6 +50,14 @@ class Recorder(Metrics):
         values = {field.name: getattr(seen, field.name) for field in fields(seen)}
         self.events.append(["cells_measured", quantizer, {**values, "meter": seen.meter.tolist()}])
 
+    def cells_compared(self, quantizer: str, found: Compared) -> None:
+        values = {field.name: getattr(found, field.name) for field in fields(found)}
+        lists = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in values.items()}
+        self.events.append(["cells_compared", quantizer, lists])
+
+    def rows_not_audited(self, rows: int, reason: str) -> None:
+        self.events.append(["rows_not_audited", rows, reason])
+
     def rows_unknown(self, rows: int) -> None:
         self.events.append(["rows_unknown", rows])
 
@@ -71,6 +80,12 @@ def replay(metrics: Metrics, events: list[list[Any]]) -> None:
             quantizer, values = args
             meter = torch.tensor(values["meter"], dtype=torch.float64)
             metrics.cells_measured(quantizer, Observed(**{**values, "meter": meter}))
+        elif name == "cells_compared":
+            quantizer, values = args
+            tensors = {
+                key: torch.tensor(x, dtype=torch.float64) if isinstance(x, list) else x for key, x in values.items()
+            }
+            metrics.cells_compared(quantizer, Compared(**tensors))
         else:
             getattr(metrics, name)(*args)
 

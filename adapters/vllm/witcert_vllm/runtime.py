@@ -72,7 +72,7 @@ class VllmRuntime(Runtime):
         slots = (first[:, None] + torch.arange(size, device=self.row_ids.device)).flatten()
         if self.in_pass:
             slots = slots[~torch.isin(slots, self.out_slots)]
-        self.cache.overwritten(slots)
+        self.overwritten(slots)
 
     def attend_layer(
         self,

@@ -1,0 +1,211 @@
+"""Exact copies for a sample of requests: what compression really did to them, for a fixed number of bytes.
+
+An audit of everything keeps a copy of the whole cache. Here a request is drawn when its first pass begins; the keys and
+values it computes are copied to host memory beside the cache, by slot, and every metered row of it is compared with
+attention over them. A request whose prefix has no copies (another one computed it), for which there is no room, or
+whose copies had to make room for another's, is *not audited*, and its rows say why; a row is audited only if the copy
+of every token it sees is there.
+
+Shapes: N tokens, S tokens a row sees, H query heads, Hkv local KV heads, D head_dim, Dv v_head_dim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.policy import Policy
+from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.ranks import Ranks
+from witcert_core.serving.rows import MAX_TRACKED_REQUESTS, Attends, ReadRow, RequestPass, RowPlan
+from witcert_core.shadow import ShadowStore
+from witcert_core.truth import Truth, compare
+
+PREFIX = "its prefix was computed by a request without exact copies"
+NO_ROOM = "no room in meter.share_bytes"
+EVICTED = "its exact copies made room for another request's"
+
+
+class RequestSample:
+    """Every request is drawn with probability `share`, by a keyed hash of how many were asked about before it.
+
+    With the key known the draw can be repeated; what a client sends has no part in it.
+    """
+
+    def __init__(self, share: float, seed: int) -> None:
+        self.share = share
+        self._key = seed.to_bytes(16, "big", signed=True)
+        self._asked = 0
+
+    def draw(self) -> bool:
+        digest = hashlib.blake2b(self._asked.to_bytes(8, "big"), key=self._key, digest_size=8).digest()
+        self._asked += 1
+        return int.from_bytes(digest, "big") < self.share * 2.0**64
+
+
+@dataclass
+class _Drawn:
+    """A request of the sample: whether a pass of it began; why it is not audited any more, if it is not."""
+
+    began: bool = False
+    reason: str = ""
+
+
+class SampledCopies:
+    """Exact copies of the metered layers for the sample, in host memory; one per process.
+
+    All layers of a slot come and go together; the copies used longest ago go first, but never those of a request that
+    is in the pass.
+    """
+
+    def __init__(self, sample: RequestSample, copies: ShadowStore, layers: Sequence[int]) -> None:
+        self.sample = sample
+        self.copies = copies
+        self.layers = frozenset(layers)
+        self._drawn: OrderedDict[str, _Drawn | None] = OrderedDict()
+        self._holds = False  # whether any copy was ever taken: until then there is none to void
+        self._writes = False  # whether this pass writes tokens that are copied
+
+    @property
+    def nbytes(self) -> int:
+        return self.copies.nbytes
+
+    def begin(self, requests: Sequence[RequestPass], out_slots: Tensor) -> None:
+        """A pass over `requests` is about to write `out_slots` [N]: their former copies are void, new ones get room."""
+        drawn = [(request, self._state(request.request_id)) for request in requests]
+        mine = [(request, state) for request, state in drawn if state is not None]
+        self._writes = False
+        if self._holds:
+            self.copies.drop(out_slots)
+        if not mine:
+            return
+        self.copies.advance()
+        fits: list[tuple[RequestPass, _Drawn]] = []
+        for request, state in mine:
+            prefix = request.slots[: request.slots.numel() - request.new_tokens]
+            if not state.reason and prefix.numel():
+                state.reason = self._lacks(state, prefix, fits)
+            state.began = True
+            if not state.reason:
+                self.copies.touch(prefix)
+                fits.append((request, state))
+        for request, state in fits:
+            if request.new_tokens > self.copies.room:
+                state.reason = NO_ROOM
+                continue
+            self.copies.claim(request.slots[-request.new_tokens :], advance=False)
+            self._holds = self._writes = True
+
+    def _state(self, request_id: str) -> _Drawn | None:
+        """Of a request of the sample; None for any other."""
+        if request_id in self._drawn:
+            self._drawn.move_to_end(request_id)
+        else:
+            self._drawn[request_id] = _Drawn() if self.sample.draw() else None
+            if len(self._drawn) > MAX_TRACKED_REQUESTS:
+                self._drawn.popitem(last=False)
+        return self._drawn[request_id]
+
+    def _lacks(self, state: _Drawn, prefix: Tensor, others: Sequence[tuple[RequestPass, _Drawn]]) -> str:
+        """Why not every token of the prefix has a copy, or will have one in this pass; empty if every one does."""
+        here = self.copies.has(prefix)
+        for other, _ in others:  # an engine may share a prefix in the very pass that computes it
+            here |= torch.isin(prefix, other.slots[-other.new_tokens :])
+        if bool(here.all()):
+            return ""
+        return EVICTED if state.began else PREFIX
+
+    def plan(self, plan: RowPlan, requests: Sequence[RequestPass]) -> tuple[RowPlan, Counter[tuple[int, str]]]:
+        """The plan with rows marked whose every token has a copy; the sample's other rows, by request and reason."""
+        missed: Counter[tuple[int, str]] = Counter()
+        whole: dict[int, bool] = {}
+        rows = []
+        for row in plan.rows:
+            request = requests[row.request]
+            state = self._drawn.get(request.request_id)
+            if state is None:
+                rows.append(row)
+                continue
+            if not state.reason and row.request not in whole:
+                # Copies claimed for this pass count: they are made before the layer attends.
+                whole[row.request] = bool(self.copies.has(request.slots).all())
+                state.reason = "" if whole[row.request] else EVICTED
+            if state.reason:
+                missed[row.request, state.reason] += 1
+            rows.append(replace(row, audited=not state.reason))
+        return replace(plan, rows=rows, sample=self), missed
+
+    def put(self, call: AttentionCall) -> None:
+        """Copy the new tokens of one layer, as the model handed them over; before the layer attends."""
+        if self._writes and call.layer in self.layers:
+            self.copies.put(call.layer, call.slots, call.exact_k, call.exact_v)
+
+    def compare(self, how: Attends, rows: Tensor, plan: RowPlan, read: ReadRow, numbers: Sequence[int]) -> Truth | None:
+        """Part of `Compares`."""
+        audited = [number for number in numbers if plan.rows[number].audited]
+        if not audited or how.layer not in self.layers:
+            return None
+        found = []
+        for number in audited:
+            exact = self.copies.get(how.layer, plan.seen_by(number, how.window_left), slice(None))
+            exact_k, exact_v = (x.to(rows.device) for x in exact)
+            stored_k, stored_v = read(number)
+            found.append(
+                compare(
+                    rows[number],
+                    stored_k,
+                    stored_v,
+                    exact_k,
+                    exact_v,
+                    sm_scale=how.sm_scale,
+                    logits_soft_cap=how.logits_soft_cap,
+                    sinks=how.sinks,
+                )
+            )
+        return Truth.of_rows(audited, found)
+
+    def drop(self, slots: Tensor) -> None:
+        """Something else is in `slots` now."""
+        if self._holds:
+            self.copies.drop(slots)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over; its copies stay for those that share its prefix, until their room is needed."""
+        self._drawn.pop(request_id, None)
+
+
+
+def sampled_copies(policy: Policy, geometry: Geometry, ranks: Ranks) -> SampledCopies | None:
+    """Those that the policy asks for; UnsupportedError where `meter.share_bytes` has no room for a token."""
+    meter = policy.meter
+    if not meter.audit_share:
+        return None
+    layers = meter.layers_of(geometry.layers)
+    width = geometry.head_dim + geometry.v_head_dim
+    per_token = len(layers) * geometry.num_kv_heads * width * geometry.pool_dtype.itemsize
+    if meter.share_bytes < per_token:
+        raise UnsupportedError(
+            f"meter.share_bytes is {meter.share_bytes}; one token of this model takes {per_token} bytes: allow that, "
+            "or set meter.audit_share to 0"
+        )
+    copies = ShadowStore(
+        layers=layers,
+        num_slots=geometry.num_slots,
+        num_rows=meter.share_bytes // per_token,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        v_head_dim=geometry.v_head_dim,
+        dtype=geometry.pool_dtype,
+        pinned=geometry.device != "cpu",
+    )
+    # All ranks must draw the same requests: a cell needs the copies of all its heads.
+    seed = ranks.from_root(secrets.randbits(64) if meter.share_seed is None else meter.share_seed)
+    return SampledCopies(RequestSample(meter.audit_share, seed), copies, layers)
