@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.policy import parse_policy
 from witcert_core.report.sample import Distribution
+from witcert_core.rotary import RotarySpec
+from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.ranks import Ranks
 from witcert_core.serving.rows import RequestPass, RowPlan, RowPlanner
-from witcert_core.serving.sampled import EVICTED, NO_ROOM, PREFIX, RequestSample, SampledCopies
+from witcert_core.serving.sampled import EVICTED, NO_ROOM, PREFIX, RequestSample, SampledCopies, sampled_copies
 from witcert_core.shadow import ShadowStore
 
 LAYER, SLOTS, HKV, D = 0, 256, 2, 8
@@ -121,7 +125,7 @@ def test_what_is_not_drawn_costs_and_says_nothing() -> None:
     assert not sampled.copies.has(torch.arange(SLOTS)).any()
 
 
-@pytest.mark.parametrize("values", [torch.rand(5000).double() ** 3, torch.tensor([0.0, 3e-20, 5.0, torch.inf]).double()])
+@pytest.mark.parametrize("values", [torch.rand(5000).double() ** 3, torch.tensor([0, 3e-20, 5, torch.inf]).double()])
 def test_quantiles_are_those_of_the_values_rounded_up(values: torch.Tensor) -> None:
     distribution = Distribution()
     for part in values.split(7):
@@ -134,14 +138,6 @@ def test_quantiles_are_those_of_the_values_rounded_up(values: torch.Tensor) -> N
 
 
 def test_a_pool_without_room_for_a_token_is_refused() -> None:
-    from test_gated_rows import D as HEAD
-
-    from witcert_core.policy import parse_policy
-    from witcert_core.rotary import RotarySpec
-    from witcert_core.serving.geometry import Geometry
-    from witcert_core.serving.ranks import Ranks
-    from witcert_core.serving.sampled import sampled_copies
-
     geometry = Geometry(
         backend="test",
         total_qo_heads=4,
@@ -149,11 +145,11 @@ def test_a_pool_without_room_for_a_token_is_refused() -> None:
         num_qo_heads=4,
         num_kv_heads=2,
         kv_head_ids=(0, 1),
-        head_dim=HEAD,
-        v_head_dim=HEAD,
+        head_dim=32,
+        v_head_dim=32,
         num_slots=10,
         pool_dtype=torch.float16,
-        rotary=RotarySpec(HEAD),
+        rotary=RotarySpec(32),
         device="cpu",
     )
     meter = {"audit_share": 0.01, "share_bytes": 511}

@@ -1,4 +1,4 @@
-"""What sampled requests are told of the truth, in the serving runtime: the full audit's own, for a share of its bytes."""
+"""What sampled requests are told of the truth, in the serving runtime: the full audit's, for a share of its bytes."""
 
 from __future__ import annotations
 
