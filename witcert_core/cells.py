@@ -5,7 +5,6 @@ Shapes: C cells (query heads of a row, or of several rows), S tokens, Hkv KV hea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -14,17 +13,13 @@ from torch import Tensor
 
 from witcert_core.accumulate import attention_sums, weighted_values
 from witcert_core.bounds import FORM_NAMES, FORMS, extremal, meter
+from witcert_core.kernel_error import KernelArithmetic, attention_error, output_error, weight_error
 from witcert_core.layout import NUM_ACC_FIELDS, AccField
 from witcert_core.output import output_bound
-from witcert_core.radii import CAST_16BIT, arithmetic_radius
 from witcert_core.tv import softmax_with_sink, total_variation
 
-SOFTMAX_FP32 = 2.0**-20
-"""Logit error that stands for exponentials, their fp32 sum and the division by it."""
 SHIFT_UP, SHIFT_LEAST = 1.0 + 2.0**-36, 2.0**-36
 """Outward rounding of a computed TV in float64: relative, and for what the weights themselves lose."""
-SOFTCAP_FP32 = 2.0**-21
-"""Error of ``cap * tanh(z / cap)`` in fp32, as a share of the cap."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +35,7 @@ class Terms:
             keys and values.
         shift: ``[...]`` TV between the corrected weights and the stored keys'; 0 without a sketch.
         out_shift: ``[...]`` what the output bound gains by the correction; 0 without a sketch.
+        handed: ``[...]`` distance between the stored cache's output in real arithmetic and what the kernel hands on.
     """
 
     acc: Tensor
@@ -49,6 +45,7 @@ class Terms:
     centre_norm: Tensor
     shift: Tensor
     out_shift: Tensor
+    handed: Tensor
 
 
 @dataclass(frozen=True)
@@ -59,27 +56,6 @@ class Stored:
     v: Tensor
 
 
-def kernel_radius(q: Tensor, k: Tensor, sm_scale: float, logits_soft_cap: float, sixteen_bit: bool) -> Tensor:
-    """``omega [C, S]`` float64: how far an engine's own fp32 kernel can be from real arithmetic, per logit.
-
-    Args:
-        q: ``[C, D]``; cell ``i`` reads KV head ``i // (C / Hkv)``.
-        k: ``[S, Hkv, D]`` keys the kernel read.
-        sixteen_bit: weights or values pass through a 16-bit dtype.
-    """
-    omega = arithmetic_radius(q, k, sm_scale) + SOFTMAX_FP32 + max(logits_soft_cap, 0.0) * SOFTCAP_FP32
-    return omega + CAST_16BIT if sixteen_bit else omega
-
-
-def weight_underflow(num_tokens: int, *dtypes: torch.dtype) -> float:
-    """TV that float16 weights can lose in absolute terms, ``S 2^-24``; 0 for wider ranges.
-
-    Below ``2^-14`` float16 is subnormal: an unnormalised weight in [0, 1] is then off by up to ``2^-25`` whatever its
-    size, which the relative term of `kernel_radius` does not cover once tens of thousands of tokens are seen.
-    """
-    return num_tokens * 2.0**-24 if torch.float16 in dtypes else 0.0
-
-
 def sum_terms(
     logits: Tensor,
     c: Tensor,
@@ -87,10 +63,10 @@ def sum_terms(
     v: Tensor,
     rho: Tensor,
     *,
+    arithmetic: KernelArithmetic,
+    num_tokens: Tensor | int,
     sinks: Tensor | None = None,
     form: str = "auto",
-    fused: bool = False,
-    underflow: float | Tensor = 0.0,
     stored: Stored | None = None,
 ) -> Terms:
     """Sum over S tokens. A token that a cell does not see has logit -inf, radius 0 and omega 0 there.
@@ -98,38 +74,45 @@ def sum_terms(
     Args:
         logits: ``[C, S]`` compressed logits, float64.
         c: ``[C, S]`` radii of the compression.
-        omega: ``[C, S]`` radii of the kernel's own arithmetic. With ``fused=True`` they are part of each radius; with
-            ``fused=False`` the engine's weights lie within ``tanh(max omega / 2)`` of these.
+        omega: ``[C, S]`` radii of the kernel's own arithmetic, of `kernel_radius`.
         v: ``[S, Hkv, Dv]`` stored values, float64.
         rho: ``[S, Hkv]`` radii of the values.
         sinks: ``[C]`` learned sink logits.
-        underflow: ``[C]`` or for all, absolute TV lost to weights too small for the kernel's dtype, see
-            `weight_underflow`.
+        arithmetic: of the kernel that the engine attended with.
+        num_tokens: ``[C]`` or for all, how many tokens a cell sees.
         stored: with a sketch, what the engine reads; ``logits``, ``v`` are then of the corrected cache, ``c`` and
             ``rho`` around it.
     """
-    radius = c + omega if fused else c
-    acc, weights, centre = attention_sums(logits, radius, v, rho, sinks)
-    extra = torch.zeros_like(acc[..., 0]) if fused else torch.tanh(0.5 * omega.amax(dim=-1))
-    if fused and sinks is not None:
-        # The sink carries no radius of its own, but its exponential is computed in fp32 like the others.
-        extra = extra + math.tanh(0.5 * SOFTMAX_FP32)
-    extra = extra + underflow
+    acc, weights, centre = attention_sums(logits, c, v, rho, sinks)
+    extra = weight_error(omega, num_tokens, arithmetic)
     swept = torch.zeros_like(extra)
     if form == "extremal":
-        swept = extremal.bound(weights, torch.nn.functional.pad(radius, (0, int(sinks is not None))))
+        swept = extremal.bound(weights, torch.nn.functional.pad(c, (0, int(sinks is not None))))
     norm = centre.norm(dim=-1)
     nothing = torch.zeros_like(extra)
     if stored is None:
-        return Terms(acc, extra, norm, swept, norm, nothing, nothing)
+        sizes = value_sizes(acc, norm, sinks is not None)
+        handed = output_error(extra, **sizes, num_tokens=num_tokens, v_dim=v.shape[-1], arithmetic=arithmetic)
+        return Terms(acc, extra, norm, swept, norm, nothing, nothing, handed)
     served_weights = softmax_with_sink(stored.logits, sinks)
     served = weighted_values(served_weights[:, : logits.shape[-1]], stored.v)
     shift = total_variation(weights, served_weights) * SHIFT_UP + SHIFT_LEAST
+    out_shift = (centre - served).norm(dim=-1) * SHIFT_UP
     # The engine's own arithmetic moves weight between stored values; the accumulators know the corrected ones.
-    apart = (stored.v - v).square().sum(-1).sqrt().amax(0).repeat_interleave(len(weights) // v.shape[1])
-    out_shift = ((centre - served).norm(dim=-1) + 2.0 * extra * apart) * SHIFT_UP
-    acc[..., AccField.LOG_A] = full_log_a(served_weights, stored.logits - logits, radius)
-    return Terms(acc, extra, served.norm(dim=-1), swept, norm, shift, out_shift)
+    handed = attention_error(served_weights, stored.v, omega, num_tokens=num_tokens, arithmetic=arithmetic)
+    acc[..., AccField.LOG_A] = full_log_a(served_weights, stored.logits - logits, c)
+    return Terms(acc, extra, served.norm(dim=-1), swept, norm, shift, out_shift, handed)
+
+
+def value_sizes(acc: Tensor, norm: Tensor, has_sink: bool) -> dict[str, Tensor]:
+    """What `output_error` asks of the values, of accumulators ``[..., 16]`` and at least the norm of their output."""
+    radius = acc[..., AccField.V_RADIUS].to(torch.float64)  # around 0 or around the output
+    return {
+        "norm": norm,
+        "mean_norm": acc[..., AccField.V2].to(torch.float64).sqrt() * SHIFT_UP,
+        "max_norm": radius + norm,
+        "diameter": 2.0 * (torch.maximum(radius, norm) if has_sink else radius),
+    }
 
 
 def full_log_a(weights: Tensor, shift: Tensor, radius: Tensor) -> Tensor:
@@ -149,7 +132,8 @@ def in_rows(parts: Sequence[Terms], rows: Sequence[int], heads: int, device: tor
     """
     if not parts:
         empty = torch.zeros(0, heads, dtype=torch.float64, device=device)
-        return Terms(torch.zeros(0, heads, NUM_ACC_FIELDS, dtype=torch.float64, device=device), *[empty] * 6)
+        acc = torch.zeros(0, heads, NUM_ACC_FIELDS, dtype=torch.float64, device=device)
+        return Terms(acc, *[empty] * (len(fields(Terms)) - 1))
     in_order = list(rows) == sorted(rows)
     place = None if in_order else torch.tensor(rows, device=device).argsort()
 
@@ -183,7 +167,7 @@ def bounds_of(terms: Terms, form: str, has_sink: bool) -> Bounds:
     else:
         tv = (terms.swept if form == "extremal" else FORMS[form](terms.acc)).clamp(max=1.0)
         which = torch.full_like(tv, FORM_NAMES.index(form), dtype=torch.int64)
-    out = output_bound(terms.acc, tv, terms.centre_norm, has_sink, terms.extra) + terms.out_shift
+    out = output_bound(terms.acc, tv, terms.centre_norm, has_sink) + terms.out_shift + terms.handed
     apart = tv + terms.extra
     above = (terms.shift + apart).clamp(max=1.0).nan_to_num(nan=1.0)
     # `shift` was rounded up twice, by its factor and its summand.

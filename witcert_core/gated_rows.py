@@ -16,8 +16,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from witcert_core.cells import Terms, bounds_of, kernel_radius, sum_terms, weight_underflow
+from witcert_core.cells import Terms, bounds_of, sum_terms
 from witcert_core.gates import block_risk
+from witcert_core.kernel_error import KernelArithmetic, kernel_radius
 from witcert_core.meter import centred, key_radii
 from witcert_core.output import relative_output_bound
 from witcert_core.pool import Pool
@@ -32,7 +33,8 @@ MAX_TOGETHER = 2**22
 class LayerCall:
     """One attention call as the engine made it. The pool is written to by repairs.
 
-    sinks [Hq] or None; window_left negative for no window. exact_k [SLOTS, Hkv, D], for audits.
+    sinks [Hq] or None; window_left negative for no window. exact_k [SLOTS, Hkv, D], for audits. arithmetic: of the
+    engine's kernel; by default the least exact one that the dtypes allow.
     """
 
     layer: int
@@ -42,6 +44,7 @@ class LayerCall:
     window_left: int = -1
     sinks: Tensor | None = None
     exact_k: Tensor | None = None
+    arithmetic: KernelArithmetic | None = None
 
 
 @dataclass(frozen=True)
@@ -138,13 +141,19 @@ class GatedRows:
             stored = replace(stored, logits=stored.logits.masked_fill(self.unseen, float("-inf")))
         by_request = q.view(len(self.requests), -1, q.shape[-1])
         radius = key_radii(self.side, by_request, batch, None, scale, deltas).masked_fill(self.unseen, 0.0)
-        sixteen_bit = min(k.element_size(), self.q.element_size()) <= 2
-        omega = kernel_radius(q, k, scale, call.logits_soft_cap, sixteen_bit).masked_fill(self.unseen, 0.0)
-        rho = batch.heads(self.side.value_radius(flat))
-        lost = torch.tensor([weight_underflow(n, k.dtype, self.q.dtype) for n in batch.lengths], dtype=torch.float64)
-        underflow = lost.to(q.device).repeat_interleave(len(q) // len(self.requests))
+        arithmetic = call.arithmetic or KernelArithmetic.of(self.q.dtype, k.dtype, v.dtype)
+        omega = kernel_radius(q, k, scale, call.logits_soft_cap, arithmetic).masked_fill(self.unseen, 0.0)
         terms = sum_terms(
-            logits, radius, omega, centre, rho, sinks=self.sinks, form=self.form, underflow=underflow, stored=stored
+            logits,
+            radius,
+            omega,
+            centre,
+            batch.heads(self.side.value_radius(flat)),
+            arithmetic=arithmetic,
+            num_tokens=(~self.unseen).sum(-1),
+            sinks=self.sinks,
+            form=self.form,
+            stored=stored,
         )
         weights = torch.softmax(logits, -1)
         known = None if stored is None else (weights - torch.softmax(stored.logits, -1)).abs()

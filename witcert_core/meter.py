@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from witcert_core.bounds import FORM_NAMES
-from witcert_core.cells import Stored, Terms, bounds_of, in_rows, kernel_radius, sum_terms, weight_underflow
+from witcert_core.cells import Stored, Terms, bounds_of, in_rows, sum_terms
 from witcert_core.errors import InputError
+from witcert_core.kernel_error import KernelArithmetic, kernel_radius
 from witcert_core.layout import AccField
 from witcert_core.side_by_side import SideBySide, side_by_side
 from witcert_core.suggest import did_you_mean, listed
@@ -123,7 +124,7 @@ def measure(
     window_left: int = -1,
     sinks: Tensor | None = None,
     form: str = "auto",
-    fused: bool = False,
+    arithmetic: KernelArithmetic | None = None,
     exact_k: Tensor | None = None,
     audit_rows: Tensor | None = None,
 ) -> CellBatch:
@@ -154,7 +155,7 @@ def measure(
         window_left=window_left,
         sinks=sinks,
         form=form,
-        fused=fused,
+        arithmetic=arithmetic,
         exact_k=exact_k,
         audit_rows=audit_rows,
     )
@@ -173,15 +174,14 @@ def measure_rows(
     window_left: int = -1,
     sinks: Tensor | None = None,
     form: str = "auto",
-    fused: bool = False,
+    arithmetic: KernelArithmetic | None = None,
     exact_k: Tensor | None = None,
     audit_rows: Tensor | None = None,
 ) -> Summed:
     """Sum up ``R`` query rows of one layer; :func:`bound_cells` makes cells of the sums.
 
-    The weights are recomputed in float64 from the stored keys. When the engine's own kernel produced the
-    output (``fused=False``) its weights lie within ``tanh(max omega / 2)`` of those, ``omega`` being the
-    kernel's fp32 arithmetic, and that is added; with ``fused=True`` ``omega`` is part of each radius.
+    The weights are recomputed in float64 from the stored keys. Those of the engine's own kernel lie within
+    ``tanh(max omega / 2)`` of them, ``omega`` being its arithmetic, and that is added, as is what it does to outputs.
 
     Args:
         q: ``[R, H, D]`` queries as attention uses them.
@@ -194,7 +194,7 @@ def measure_rows(
         window_left: a row sees its own token and this many before it; negative for no window.
         sinks: ``[H]`` learned sink logits.
         form: ``auto`` (the meter), or one name of ``FORM_NAMES``.
-        fused: the weights come from a kernel of this package.
+        arithmetic: of the engine's kernel; by default the least exact one that the dtypes allow.
         exact_k: ``[SLOTS, Hkv, D]`` exact keys, for audits.
         audit_rows: bool ``[R]``, rows whose true TV is computed.
 
@@ -222,12 +222,13 @@ def measure_rows(
         c = key_radii(radii, rows, batch, unseen, scale, [float(delta_loc[r]) for r in batch.rows])
         rows = rows.flatten(0, 1)
         logits, centre, stored = centred(rows, k, v.to(torch.float64), residuals, sm_scale, logits_soft_cap)
-        omega = kernel_radius(rows, k, scale, logits_soft_cap, min(k.element_size(), q.element_size()) <= 2)
+        own = arithmetic or KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
+        omega = kernel_radius(rows, k, scale, logits_soft_cap, own)
         if unseen is not None:
             logits, omega = logits.masked_fill(unseen, float("-inf")), omega.masked_fill(unseen, 0.0)
             if stored is not None:
                 stored = replace(stored, logits=stored.logits.masked_fill(unseen, float("-inf")))
-        lost = [0.0 if fused else weight_underflow(n, k.dtype, q.dtype) for n in batch.lengths for _ in range(heads)]
+        seen_by = torch.tensor(batch.lengths, dtype=torch.float64, device=q.device).repeat_interleave(heads)
         parts.append(
             sum_terms(
                 logits,
@@ -235,10 +236,10 @@ def measure_rows(
                 omega,
                 centre,
                 batch.heads(radii.value_radius(flat)),
+                arithmetic=own,
+                num_tokens=seen_by,
                 sinks=None if sinks is None else sinks.repeat(len(batch.rows)),
                 form=form,
-                fused=fused,
-                underflow=torch.tensor(lost, dtype=torch.float64, device=q.device) if any(lost) else 0.0,
                 stored=stored,
             )
         )

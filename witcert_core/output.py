@@ -10,9 +10,7 @@ from witcert_core.bounds._common import RESULT_UP
 from witcert_core.layout import AccField
 
 
-def output_bound(
-    acc: Tensor, tv: Tensor, o_norm: Tensor, has_sink: bool = False, extra_tv: Tensor | float = 0.0
-) -> Tensor:
+def output_bound(acc: Tensor, tv: Tensor, o_norm: Tensor, has_sink: bool = False) -> Tensor:
     """Absolute bound on ``||o - o~||``: ``X + sum p~ rho``, ``X`` the smaller of two.
 
     * ``TV (diam(v~) + max rho - min rho)``, where a sink adds the vector 0 and the radius 0 to the set;
@@ -24,7 +22,6 @@ def output_bound(
         tv: ``[...]`` a bound on TV from the same weights and radii.
         o_norm: ``[...]`` ``||o~||`` of the same weights, sink included, known to the slack of ``acc``.
         has_sink: a learned sink takes part.
-        extra_tv: further TV between the accumulators' weights and the kernel's, 0 when they are the same.
 
     Returns:
         float64 ``[...]``, rounded up; +inf where anything is unknown, never NaN.
@@ -45,7 +42,7 @@ def output_bound(
     by_variance = (1.0 + field[..., AccField.ETA]) * field[..., AccField.Q].sqrt() * (spread_v + spread_rho)
 
     moved = torch.minimum(by_mass.nan_to_num(nan=float("inf")), by_variance.nan_to_num(nan=float("inf")))
-    total = moved + torch.as_tensor(extra_tv, dtype=torch.float64, device=acc.device) * diameter + rho1
+    total = moved + rho1
     total = torch.where(norm.isfinite(), total * RESULT_UP, float("inf"))
     return total.nan_to_num(nan=float("inf"), posinf=float("inf"))
 

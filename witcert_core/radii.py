@@ -23,9 +23,6 @@ from witcert_core.witness import decode_norm
 _UP = 1.0 + 2.0**-40
 """Covers the float64 rounding of sums over up to 2^11 channels."""
 
-CAST_16BIT = 2.0**-8
-"""Relative error of a weight cast to bfloat16, as a logit error."""
-
 
 def radius_witness(q: Tensor, codes: Tensor, bands: BandMap, sm_scale: float) -> Tensor:
     """Tier W: ``c = |sm_scale| * sum_b ||q_b|| w_b``; deterministic, for any quantizer and any query.

@@ -20,12 +20,12 @@ from witcert_core.bands import band_map
 from witcert_core.bounds.vectors import check_vectors, load_vectors
 from witcert_core.errors import PolicyError
 from witcert_core.gate_registry import GATES
+from witcert_core.kernel_error import UNIT
 from witcert_core.layout import KVLayout
 from witcert_core.policy import GateSettings, MeterSettings, Policy, load_policy, parse_policy
 from witcert_core.policy_yaml import PolicyLoader
 from witcert_core.presets import PRESETS, preset_text
 from witcert_core.quantizers import REGISTRY
-from witcert_core.radii import CAST_16BIT
 from witcert_core.rotary import RotarySpec
 from witcert_core.witness import witness_codes
 
@@ -232,7 +232,7 @@ def test_figures_of_the_readme_and_the_mathematics():
     kept = ast.literal_eval(constant("http.py", "KEPT_SUMMARIES"))
     assert re.findall(r"last (\d+) requests", readme) == [str(kept)]
     assert "2⁻⁸" in TEXT["limits.md"]
-    assert CAST_16BIT == 2.0**-8
+    assert UNIT[torch.bfloat16] == 2.0**-8
 
 
 def test_the_version_of_sglang_is_the_one_that_is_accepted():

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from witcert_core.bounds import FORM_NAMES, joint
 from witcert_core.budget import Budget
-from witcert_core.cells import bounds_of, kernel_radius, sum_terms, weight_underflow
+from witcert_core.cells import bounds_of, sum_terms
 from witcert_core.errors import InputError
+from witcert_core.kernel_error import KernelArithmetic, kernel_radius
 from witcert_core.layout import AccField
 from witcert_core.meter import centred, true_tv
 from witcert_core.serving.calls import AttentionCall
@@ -90,8 +91,8 @@ class FormProbe:
             logits, centre, stored = centred(
                 query, k, v.to(torch.float64), residuals, call.sm_scale, call.logits_soft_cap
             )
-            sixteen_bit = min(k.element_size(), q.element_size()) <= 2
-            omega = kernel_radius(query, k, scale, call.logits_soft_cap, sixteen_bit)
+            arithmetic = KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
+            omega = kernel_radius(query, k, scale, call.logits_soft_cap, arithmetic)
             found = {
                 "tv": true_tv(q, k, exact[slots], call.sm_scale, call.logits_soft_cap, call.sinks),
                 "head": torch.arange(q.shape[0]),
@@ -105,9 +106,10 @@ class FormProbe:
                     omega,
                     centre,
                     side.value_radius(slots),
+                    arithmetic=arithmetic,
+                    num_tokens=slots.numel(),
                     sinks=call.sinks,
                     form="extremal",
-                    underflow=weight_underflow(slots.numel(), k.dtype, q.dtype),
                     stored=stored,
                 )
                 found[f"{delta}/{JOINT}"] = torch.ones_like(terms.extra)

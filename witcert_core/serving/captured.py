@@ -11,16 +11,17 @@ Shapes: L metered layers, R rows of a batch of at most RMAX, H query heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from witcert_core.errors import InputError
+from witcert_core.kernels.common.backend import own_arithmetic
 from witcert_core.kernels.counters import MEASURED, advanced
 from witcert_core.layout import NUM_ACC_FIELDS
 from witcert_core.meter import CellBatch
-from witcert_core.serving.kernel_cells import kernel_cells, output_norm_down, visible_tokens
+from witcert_core.serving.kernel_cells import kernel_cells, output_norm, visible_tokens
 from witcert_core.serving.rows import MeteredRow
 from witcert_core.serving.step import StepCells
 
@@ -30,10 +31,12 @@ REASON = "graph"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What a captured launch keeps of its layer: window_left negative for no window."""
+    """What a captured launch keeps of its layer: window_left negative for no window; width and dtype of its output."""
 
     window_left: int = -1
     has_sink: bool = False
+    v_dim: int = 0
+    dtype: torch.dtype = torch.float32
 
 
 class CapturedCells:
@@ -62,8 +65,8 @@ class CapturedCells:
 
     def keep(self, layer: int, out: Tensor, facts: LayerFacts) -> None:
         """Beside a launch that writes `acc[index]` and counts by itself: the norms of out [R, H, Dv]. Device work."""
-        self.norm[self.index(layer), : out.shape[0]].copy_(output_norm_down(out))
-        self.facts[layer] = facts
+        self.norm[self.index(layer), : out.shape[0]].copy_(output_norm(out))
+        self.facts[layer] = replace(facts, v_dim=out.shape[-1], dtype=out.dtype)
 
     def record(self, layer: int, acc: Tensor, out: Tensor) -> None:
         """A launch inside the graph: acc [R, H, 16] of its rows, out [R, H, Dv]. Device work only."""
@@ -107,6 +110,8 @@ class CapturedCells:
                     delta_loc=delta_loc,
                     form=form,
                     has_sink=fact.has_sink,
+                    v_dim=fact.v_dim,
+                    arithmetic=own_arithmetic(fact.dtype),
                 )
         return found
 

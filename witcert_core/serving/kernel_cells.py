@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from witcert_core.cells import Terms, weight_underflow
+from witcert_core.cells import Terms, value_sizes
+from witcert_core.kernel_error import KernelArithmetic, lost_weight, odds_moved, output_error
 from witcert_core.kernels.certify import Certificate
 from witcert_core.kernels.common.pages import PageTable
-from witcert_core.layout import AccField
 from witcert_core.meter import CellBatch, cell_batch
 from witcert_core.serving.rows import MeteredRow
 
-NORM_DOWN = {torch.float32: 1.0 - 2.0**-11, torch.float16: 1.0 - 2.0**-8, torch.bfloat16: 1.0 - 2.0**-6}
-"""Covers the kernel's fp32 sums and the rounding of its output: bounds need the norm from below."""
+NORM_SLACK = 2.0**-16
+"""Relative error of a norm of up to 2^11 channels taken in float32."""
 
 
-def output_norm_down(out: Tensor) -> Tensor:
-    """Float32 [...] of out [..., Dv], not above the norm of what the weights and values give in real arithmetic."""
-    return out.float().square().sum(-1).sqrt() * NORM_DOWN[out.dtype]
+def output_norm(out: Tensor) -> Tensor:
+    """Float32 [...] norms of the outputs [..., Dv] that a kernel handed on, off by at most `NORM_SLACK`."""
+    return out.float().square().sum(-1).sqrt()
 
 
 def visible_tokens(rows: Sequence[MeteredRow], window_left: int) -> list[int]:
@@ -50,22 +51,20 @@ def kernel_cells(
     delta_loc: Sequence[float],
     form: str,
     has_sink: bool,
+    v_dim: int,
+    arithmetic: KernelArithmetic,
     tv_audit: Tensor | None = None,
 ) -> CellBatch:
-    """The cells of acc [R, H, 16] float32 and norm [R, H] from `output_norm_down`, on the host.
+    """The cells of acc [R, H, 16] float32 and norm [R, H] of `output_norm`, on the host.
 
     num_quantized [R] or [R, H] int64: as in `CellBatch`.
 
-    The accumulators stay float32: their rounding is that of fp32 sums (`accumulate.SUM_SLACK`). The kernel's own
-    arithmetic is part of every radius already, so nothing is added for it.
+    The accumulators stay float32: their rounding is that of fp32 sums (`accumulate.SUM_SLACK`). They are of the weights
+    that the kernel computed, and each radius holds how it computed them; `arithmetic` is what it did with them then.
     """
-    sums, below = acc.cpu(), norm.cpu().double()
-    none = torch.zeros_like(below)
-    terms = Terms(sums, none, below, none, below, none, none)
-    visible = torch.tensor(list(num_visible), dtype=torch.int64)
-    quantized = (num_quantized[:, None] if num_quantized.dim() == 1 else num_quantized).cpu().expand_as(below)
-    spent = torch.tensor(list(delta_loc), dtype=torch.float64)
-    return cell_batch(terms, form, has_sink, visible, quantized, tv_audit, spent)
+    extra = torch.full(norm.shape, math.tanh(0.5 * arithmetic.cast_radius) * (1.0 + 2.0**-36), dtype=torch.float64)
+    quantized = (num_quantized[:, None] if num_quantized.dim() == 1 else num_quantized).expand(norm.shape)
+    return _cells(acc, norm, extra, num_visible, quantized, delta_loc, form, has_sink, v_dim, arithmetic, tv_audit)
 
 
 def certified_cells(
@@ -77,25 +76,51 @@ def certified_cells(
     delta_loc: Sequence[float],
     form: str,
     has_sink: bool,
-    dtypes: Sequence[torch.dtype],
+    v_dim: int,
+    arithmetic: KernelArithmetic,
     tv_audit: Tensor | None = None,
 ) -> CellBatch:
     """The cells of what `certify` found of weights that another kernel, the engine's, attended with.
 
-    norm [R, H] is that of the engine's output, from `output_norm_down`; num_quantized [R, H] as in `CellBatch`. The
-    engine's weights lie within ``tanh(omega / 2)`` of those the accumulators are of, float16 weights further
-    (`weight_underflow` of `dtypes`); the output that belongs to the accumulators is then as much times the largest
-    value's norm from the engine's.
+    norm [R, H] is that of the engine's output, of `output_norm`; num_quantized [R, H] as in `CellBatch`; arithmetic is the engine's, and was given to `certify`
+    as well. The engine's weights lie within ``tanh(omega / 2)`` of those the accumulators are of.
     """
-    sums, below = found.acc.cpu(), norm.cpu().double()
-    extra = (torch.tanh(0.5 * found.omega.cpu().double()) * (1.0 + 2.0**-20)).nan_to_num(nan=1.0)
-    lost = [weight_underflow(seen, *dtypes) for seen in num_visible]
-    extra = (extra + torch.tensor(lost, dtype=torch.float64)[:, None]).clamp(max=1.0)
-    apart = 2.0 * extra * sums[..., AccField.V_RADIUS].double()
-    centre = (below - apart * (1.0 + 2.0**-36)).nan_to_num(nan=0.0).clamp(min=0.0)
-    none = torch.zeros_like(below)
-    terms = Terms(sums, extra, below, none, centre, none, none)
+    omega = found.omega.cpu().double() * (1.0 + 2.0**-20)
+    extra = odds_moved(omega, torch.tensor(list(num_visible), dtype=torch.float64)[:, None]).nan_to_num(nan=1.0)
+    return _cells(found.acc, norm, extra, num_visible, num_quantized, delta_loc, form, has_sink, v_dim, arithmetic, tv_audit)
+
+
+def _cells(
+    acc: Tensor,
+    norm: Tensor,
+    extra: Tensor,
+    num_visible: Sequence[int],
+    num_quantized: Tensor,
+    delta_loc: Sequence[float],
+    form: str,
+    has_sink: bool,
+    v_dim: int,
+    arithmetic: KernelArithmetic,
+    tv_audit: Tensor | None,
+) -> CellBatch:
+    """extra [R, H]: TV between the accumulators' weights and those that met V, but for what float16 lost.
+
+    Bounds need the norm of the accumulators' output from below; only what was handed on is known, which is at most
+    `output_error` from it. That itself needs the norm from above, which no mean of values passes.
+    """
+    sums = acc.cpu()
     visible = torch.tensor(list(num_visible), dtype=torch.int64)
+    seen = visible.double()[:, None]
+    extra = (extra + lost_weight(seen, arithmetic)).clamp(max=1.0)
+    handed_on = norm.cpu().double()
+    most = value_sizes(sums, torch.zeros_like(handed_on), has_sink)["mean_norm"]
+    for _ in range(2):  # the second time with what the first said of the norm
+        sizes = value_sizes(sums, most, has_sink)
+        error = output_error(extra, **sizes, num_tokens=seen, v_dim=v_dim, arithmetic=arithmetic)
+        most = torch.minimum(most, handed_on * (1.0 + NORM_SLACK) + error)
+    below = (handed_on * (1.0 - NORM_SLACK) - error).nan_to_num(nan=0.0).clamp(min=0.0)
+    none = torch.zeros_like(below)
+    terms = Terms(sums, extra, below, none, below, none, none, error)
     spent = torch.tensor(list(delta_loc), dtype=torch.float64)
     return cell_batch(terms, form, has_sink, visible, num_quantized.cpu(), tv_audit, spent)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.kernels.append import append_int8
-from witcert_core.kernels.common.backend import kernels_serve
+from witcert_core.kernels.common.backend import kernels_serve, own_arithmetic
 from witcert_core.kernels.common.bypass import BypassedKeys
 from witcert_core.kernels.common.pages import PageTable
 from witcert_core.kernels.decode import decode_int8
@@ -29,7 +29,7 @@ from witcert_core.quantizers.int8_dither import Int8Dither
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.kernel_cells import kernel_cells, output_norm_down, spend_down, token_pages, visible_tokens
+from witcert_core.serving.kernel_cells import kernel_cells, output_norm, spend_down, token_pages, visible_tokens
 from witcert_core.serving.measuring import compare, joined
 from witcert_core.serving.packed import PackedStorage
 from witcert_core.serving.rows import RowPlan
@@ -301,12 +301,14 @@ class KernelPacked(PackedStorage):
         visible = visible_tokens([plan.rows[number] for number in group.rows], call.window_left)
         return kernel_cells(
             acc,
-            output_norm_down(out),
+            output_norm(out),
             num_visible=visible,
             num_quantized=torch.tensor(visible) - torch.tensor(self._read_exactly(plan, group, visible)),
             delta_loc=spent,
             form=self.policy.meter.form,
             has_sink=call.sinks is not None,
+            v_dim=out.shape[-1],
+            arithmetic=own_arithmetic(call.q.dtype),
             tv_audit=truth,
         )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.bands import band_map
+from witcert_core.kernel_error import KernelArithmetic
 from witcert_core.kernels.certify import FP8, certify
 from witcert_core.kernels.common.backend import kernels_serve
 from witcert_core.kernels.common.pages import PageTable
@@ -27,7 +28,7 @@ from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.kernel_cells import (
     certified_cells,
-    output_norm_down,
+    output_norm,
     quantized_tokens,
     spend_down,
     token_pages,
@@ -121,7 +122,7 @@ class KernelSimulated(SimulatedCache):
             return
         rows = self._rows_of(plan)
         heads = out.view(-1, self.geometry.num_qo_heads, self.geometry.v_head_dim)
-        norm = output_norm_down(heads[rows.tokens])
+        norm = output_norm(heads[rows.tokens])
         step.layers[call.layer] = self._cells(call, rows, deltas, norm, self._audit(call, plan))
         measuring.compare(
             step,
@@ -161,6 +162,7 @@ class KernelSimulated(SimulatedCache):
         if witness is None:
             raise RuntimeError(f"layer {call.layer} lost its witnesses")
         q = call.q[rows.tokens]
+        arithmetic = KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
         law: dict[str, Any] = {}
         if side.scales is not None:
             law = {"steps": side.scales[:, None], "delta_loc": spend_down(deltas, q.device)}
@@ -178,7 +180,7 @@ class KernelSimulated(SimulatedCache):
             window_left=call.window_left,
             logits_soft_cap=call.logits_soft_cap,
             sinks=None if call.sinks is None else call.sinks.float(),
-            weights_16bit=min(k.element_size(), call.q.element_size()) <= 2,
+            arithmetic=arithmetic,
             layer=call.layer,
             **law,
         )
@@ -193,7 +195,8 @@ class KernelSimulated(SimulatedCache):
             delta_loc=deltas,
             form=self.policy.meter.form,
             has_sink=call.sinks is not None,
-            dtypes=(k.dtype, call.q.dtype),
+            v_dim=v.shape[-1],
+            arithmetic=arithmetic,
             tv_audit=truth,
         )
 

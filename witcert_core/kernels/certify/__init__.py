@@ -15,6 +15,7 @@ from witcert_core.bands import BandMap
 from witcert_core.bounds import meter
 from witcert_core.dither import num_groups
 from witcert_core.errors import InputError, UnsupportedError
+from witcert_core.kernel_error import KernelArithmetic
 from witcert_core.kernels.certify.launch import certify_op
 from witcert_core.kernels.certify.reference import certify_reference
 from witcert_core.kernels.common import dispatch, slack
@@ -72,7 +73,7 @@ def certify(
     logits_soft_cap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    weights_16bit: bool = True,
+    arithmetic: KernelArithmetic | None = None,
     flag: Tensor | None = None,
     counters: Tensor | None = None,
     layer: int = 0,
@@ -94,7 +95,7 @@ def certify(
             its request up to its position. Without them row ``b q_len + i`` is query ``i`` of request ``b``.
         k_scale, v_scale: what stored K and V are multiplied with; witnesses are in units of the stored
             numbers.
-        weights_16bit: the engine casts weights to 16 bit before the product with V.
+        arithmetic: of the engine's kernel; by default the least exact one that the dtypes of q and the pool allow.
         flag: int32 ``[1]`` on the device; 0 leaves everything untouched.
         counters: int64 ``[layers]``; entry ``layer`` grows by the number of cells measured.
         part_m: fp32 ``[R, Hq, splits, 16]`` scratch.
@@ -131,7 +132,8 @@ def certify(
     scale = dispatch.default_scale(sm_scale, head_dim, k_scale)
     sinks = dispatch.kernel_float(sinks, "sinks", heads)
     slopes = dispatch.kernel_float(alibi_slopes, "alibi_slopes", heads)
-    constant = slack.CAST if weights_16bit else 0.0
+    engine = arithmetic or KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
+    constant = engine.cast_radius
     values = v if value_witness is not None else None
     if resolve(backend, q.device) == "reference":
         result = certify_reference(

@@ -13,6 +13,7 @@ import os
 import torch
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.kernel_error import KernelArithmetic
 
 BACKENDS = ("auto", "triton", "reference")
 
@@ -60,3 +61,11 @@ def check_compute_dtype(dtype: torch.dtype) -> None:
 def weights_are_cast(dtype: torch.dtype) -> bool:
     """Whether attention weights meet V in bfloat16: 16-bit queries on a GPU. The interpreter keeps fp32."""
     return dtype != torch.float32 and not interpreting()
+
+
+def own_arithmetic(dtype: torch.dtype) -> KernelArithmetic:
+    """What these kernels do with weights and outputs for queries of a dtype: exact float16 values meet float16."""
+    if not weights_are_cast(dtype):
+        return KernelArithmetic((), dtype)
+    exact = (torch.float16,) if dtype == torch.float16 else ()
+    return KernelArithmetic((torch.bfloat16, *exact), dtype)

@@ -24,7 +24,6 @@ _SOFTMAX = tl.constexpr(slack.SOFTMAX)
 _SOFTCAP = tl.constexpr(slack.SOFTCAP)
 _BIAS = tl.constexpr(slack.BIAS)
 _FAR = tl.constexpr(slack.FAR)
-_CAST = tl.constexpr(slack.CAST)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(slack.META_FIELDS)
 _LOWEST = tl.constexpr(-(2.0**30))
@@ -72,9 +71,9 @@ def weigh(z, visible, ref):
 def fixed_radius(cap, SOFT_CAP: tl.constexpr, CAST: tl.constexpr):
     """Error of exponentiating and capping a logit, the same for every token, as a radius (``slack.py``).
 
-    ``CAST``: of weights cast to bfloat16 as well. Beside that, :func:`far_radius` at its largest costs little.
+    ``CAST``: of weights that are cast to 16 bit: beside that, :func:`far_radius` at its largest costs little.
     """
-    c = tl.full((), _SOFTMAX + (_CAST + 150.0 * _FAR if CAST else 0.0), tl.float32)
+    c = tl.full((), _SOFTMAX + (150.0 * _FAR if CAST else 0.0), tl.float32)
     if SOFT_CAP:
         c += cap * _SOFTCAP
     return c

@@ -1,7 +1,8 @@
 """Rounding constants of the fp32 kernels, shared by device code and references, each with its reason.
 
 The claim of the meter includes the kernel's own arithmetic: a token's radius is its quantization radius plus
-``omega``, a bound on the error of its fp32 logit and of the exponential taken of it.
+``omega``, a bound on the error of its fp32 logit and of the exponential taken of it. What becomes of a weight after
+that (its cast, the product with V) is added where cells are made of sums (``kernel_error.py``).
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ BIAS = 2.0**-22
 """Rounding of an ALiBi term and of adding it, as a share of its size."""
 FAR = 2.0**-22
 """Rounding of ``z - max`` before the exponential, as a share of it."""
-CAST = 2.0**-8
-"""Weights cast to bfloat16 for the product with V."""
 MAX_CODE = 127.5
 """``|code| + |u|`` at most: what the INT8 dot product's rounding is proportional to, in units of the
 scale."""

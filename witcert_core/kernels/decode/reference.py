@@ -81,7 +81,6 @@ class PackedTokens:
         num_visible: int,
         logits_soft_cap: float,
         bias: Tensor | float,
-        cast: bool,
         digits: bool,
     ) -> Tensor:
         """``c [H, S]`` of ``q [H, D]``: quantization radius plus the arithmetic of the kernel (``common/slack.py``),
@@ -102,7 +101,7 @@ class PackedTokens:
             c = c + self._product(q - packed_q, self.spared) * (
                 abs(sm_scale) * slack.dot_error(self.spared.shape[2] + 1)
             )
-        return c + softmax_error(logits_soft_cap, bias, cast)
+        return c + softmax_error(logits_soft_cap, bias)
 
     def value_radius(self, v_scale: float) -> Tensor:
         """rho ``[S, Hkv]``; infinite where never written."""
@@ -119,9 +118,9 @@ class PackedTokens:
         return spread
 
 
-def softmax_error(logits_soft_cap: float, bias: Tensor | float, cast: bool) -> Tensor:
-    """Error of capping, biasing, exponentiating and casting, as a radius."""
-    fixed = slack.SOFTMAX + max(logits_soft_cap, 0.0) * slack.SOFTCAP + (slack.CAST if cast else 0.0)
+def softmax_error(logits_soft_cap: float, bias: Tensor | float) -> Tensor:
+    """Error of capping, biasing and exponentiating, as a radius."""
+    fixed = slack.SOFTMAX + max(logits_soft_cap, 0.0) * slack.SOFTCAP
     c: Tensor = torch.as_tensor(bias, dtype=torch.float64).abs() * slack.BIAS + fixed
     return c
 
@@ -187,7 +186,6 @@ def decode_reference(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     q_len: int = 1,
-    cast: bool = False,
     repaired: RepairedPages | None = None,
     bypass: BypassedKeys | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,7 +231,7 @@ def decode_reference(
             z = z + bias
         delta = 0.0 if delta_loc is None else float(delta_loc[r])
         digits = q.dtype != torch.float32
-        c = tokens.key_radius(row, sm_scale, delta, slots.numel(), logits_soft_cap, bias, cast, digits)
+        c = tokens.key_radius(row, sm_scale, delta, slots.numel(), logits_soft_cap, bias, digits)
         acc[r] = accumulate(z, c, v, tokens.value_radius(v_scale), sinks)
         # Around 0, as in the kernel, which does not know its output before it has seen all values.
         largest = v.square().sum(dim=-1).sqrt().amax(dim=0).repeat_interleave(groups)

@@ -11,7 +11,7 @@ from torch import Tensor
 from witcert_core.dither import DitherKey, num_groups
 from witcert_core.errors import InputError
 from witcert_core.kernels.common import dispatch, slack
-from witcert_core.kernels.common.backend import check_compute_dtype, resolve, weights_are_cast
+from witcert_core.kernels.common.backend import check_compute_dtype, resolve
 from witcert_core.kernels.common.bypass import BypassedKeys
 from witcert_core.kernels.common.exact import check_exact, exact_tensors
 from witcert_core.kernels.common.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
@@ -136,7 +136,6 @@ def extend_int8(
             alibi_slopes=slopes,
             repaired=repaired,
             bypass=bypass,
-            cast=weights_are_cast(q.dtype),
         )
         return result[0].to(q.dtype), result[1].to(torch.float32), result[2][index].to(torch.float32)
     check_compute_dtype(q.dtype)

@@ -46,7 +46,6 @@ def extend_reference(
     alibi_slopes: Tensor | None = None,
     repaired: RepairedPages | None = None,
     bypass: BypassedKeys | None = None,
-    cast: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[T, H, Dv]``, base-2 lse ``[T, H]`` and accumulators ``[T, H, 16]`` of **all** rows, float64.
 
@@ -90,13 +89,13 @@ def extend_reference(
             z = z + bias
             norms = row.norm(dim=-1)[:, None] * new.norm(dim=-1).T.repeat_interleave(groups, dim=0)
             c = norms * (abs(sm_scale) * slack.dot_error(head_dim))
-            c = c + softmax_error(logits_soft_cap, bias[:, prefix:], cast)
+            c = c + softmax_error(logits_soft_cap, bias[:, prefix:])
             if prefix:
                 delta = 0.0 if delta_loc is None else float(delta_loc[r])
                 shown = max(prefix - first, 1)
                 scale = sm_scale * k_scale
                 digits = q.dtype != torch.float32
-                before = old.key_radius(row, scale, delta, shown, logits_soft_cap, bias[:, :prefix], cast, digits)
+                before = old.key_radius(row, scale, delta, shown, logits_soft_cap, bias[:, :prefix], digits)
                 c = torch.cat((before, c), dim=-1)
             v = torch.cat((old_v, v_new[low : r + 1].to(torch.float64)))[first:]
             rho = old.value_radius(v_scale)
