@@ -91,7 +91,7 @@ class FormProbe:
             logits, centre, stored = centred(
                 query, k, v.to(torch.float64), residuals, call.sm_scale, call.logits_soft_cap
             )
-            arithmetic = KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
+            arithmetic = call.arithmetic or KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
             omega = kernel_radius(query, k, scale, call.logits_soft_cap, arithmetic)
             found = {
                 "tv": true_tv(q, k, exact[slots], call.sm_scale, call.logits_soft_cap, call.sinks),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from witcert_core.kernel_error import KernelArithmetic
 from witcert_core.quantizers.base import Encoded
 
 
@@ -21,6 +22,7 @@ class AttentionCall:
     its pool; run(None, None) with what the model handed over. Its result is the layer's output, whatever its shape.
     reads_stored: whether the new tokens read their quantized selves (decode, and chunks under
     `prefill_reads: stored`): one answer for all, or [N] bool where decode rows and chunks share a pass.
+    arithmetic: of the engine's kernel, where more is known of it than the dtypes say.
     """
 
     layer: int
@@ -35,6 +37,7 @@ class AttentionCall:
     logits_soft_cap: float = 0.0
     window_left: int = -1
     sinks: Tensor | None = None
+    arithmetic: KernelArithmetic | None = None
 
     @property
     def early(self) -> Tensor:

@@ -162,7 +162,7 @@ class KernelSimulated(SimulatedCache):
         if witness is None:
             raise RuntimeError(f"layer {call.layer} lost its witnesses")
         q = call.q[rows.tokens]
-        arithmetic = KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
+        arithmetic = call.arithmetic or KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
         law: dict[str, Any] = {}
         if side.scales is not None:
             law = {"steps": side.scales[:, None], "delta_loc": spend_down(deltas, q.device)}

@@ -44,6 +44,7 @@ def observe(
             logits_soft_cap=call.logits_soft_cap,
             window_left=call.window_left,
             sinks=call.sinks,
+            arithmetic=call.arithmetic,
             form=form,
             exact_k=exact_k,
             audit_rows=plan.audited if audit else None,

@@ -6,6 +6,7 @@ Attention never dequantizes more than the tokens a request sees.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.gated_rows import LayerCall
+from witcert_core.kernel_error import KernelArithmetic
 from witcert_core.packed import PackedCache, PackedLayer
 from witcert_core.policy import Policy
 from witcert_core.repair import BlockRepairer
@@ -101,6 +103,7 @@ class PackedStorage:
                 f"layer {call.layer} uses a logit cap, a sliding window or sinks: the packed cache "
                 "attends to all tokens plainly; set quantizer.storage to 'simulated'"
             )
+        call = replace(call, arithmetic=KernelArithmetic((), call.q.dtype))  # that of `attend`
         for earlier in self.outliers.before(call) or ():
             self._store(earlier, *self._encode(earlier))
         k, v = self._encode(call)
@@ -140,7 +143,11 @@ class PackedStorage:
         if not plan.rows or call.layer not in self.metered_layers or self.repaired is None or self.repairer is None:
             return
         layer_call = LayerCall(
-            layer=call.layer, pool=self.repaired, sm_scale=call.sm_scale, exact_k=self.exact_k.get(call.layer)
+            layer=call.layer,
+            pool=self.repaired,
+            sm_scale=call.sm_scale,
+            exact_k=self.exact_k.get(call.layer),
+            arithmetic=call.arithmetic,
         )
         own = call.part(~call.early)
         with self.repaired.chunk(own.slots, own.exact_k, own.exact_v):

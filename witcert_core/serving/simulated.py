@@ -219,6 +219,7 @@ class SimulatedCache:
             window_left=call.window_left,
             sinks=call.sinks,
             exact_k=exact_k,
+            arithmetic=call.arithmetic,
         )
         outputs = out.view(-1, self.geometry.num_qo_heads, self.geometry.v_head_dim)
         measuring.gate(step, plan, layer_call, call.q[plan.tokens], outputs, self.repairer, deltas)

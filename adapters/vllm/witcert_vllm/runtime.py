@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.kernel_error import KernelArithmetic
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.rows import RequestPass
 from witcert_core.serving.runtime import Runtime
@@ -106,8 +107,20 @@ class VllmRuntime(Runtime):
                 reads_stored=self.stored,
                 logits_soft_cap=float(cap),
                 sinks=sinks_of(impl),
+                arithmetic=cpu_arithmetic(query.dtype, impl) if query.device.type == "cpu" else None,
             )
         )
+
+
+def cpu_arithmetic(dtype: torch.dtype, impl: Any) -> KernelArithmetic:
+    """What vLLM's CPU kernels do in the layouts that can be read (`attention.READABLE_ISA`).
+
+    Over a cache in the model's own dtype weights stay in float32. Outputs in bfloat16 are truncated, not rounded, by
+    the builds for processors that have no instruction for it.
+    """
+    plain = getattr(impl, "kv_cache_dtype", "auto") == "auto"
+    exact = dtype != torch.bfloat16 or torch.cpu._is_avx512_bf16_supported()
+    return KernelArithmetic(() if plain else KernelArithmetic.of(dtype).weights, dtype, truncates=not exact)
 
 
 def slots_of(tables: Tensor, longest: int, block_size: int) -> Tensor:

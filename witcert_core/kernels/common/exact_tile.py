@@ -17,7 +17,7 @@ import triton.language as tl
 
 from witcert_core.kernels.common.columns import narrow, widen
 from witcert_core.kernels.common.dither_terms import load_query_block
-from witcert_core.kernels.common.tiles import load_values
+from witcert_core.kernels.common.tiles import add_whole_values, load_values
 
 
 @triton.jit
@@ -53,7 +53,6 @@ def add_exact_values(
     """``out`` (as :func:`add_values` has it) plus ``sum_t w_t v_t`` over the ``exact [N]`` tokens with weights
     ``[N, M]``, and ``||v_t||^2`` ``[N]``, 0 for the others."""
     v = load_values(cache.v_exact + exact_line * DV, exact, DV, GV)
-    weights = widen(tl.broadcast_to(w.to(P_DTYPE)[None, :, :], (GV, N, M)), M)
-    out = tl.dot(tl.permute(v.to(P_DTYPE), (1, 2, 0)), weights, out, input_precision="ieee")
+    out = add_whole_values(out, tl.full((M,), 1.0, tl.float32), w, v, M, P_DTYPE)
     x = v.to(tl.float32)
     return out, tl.sum(tl.sum(x * x, 2), 1)

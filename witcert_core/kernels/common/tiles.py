@@ -122,6 +122,26 @@ def add_values(out, factor, w, s, v, M: tl.constexpr, P_DTYPE: tl.constexpr):
 
 
 @triton.jit
+def add_whole_values(out, factor, w, v, M: tl.constexpr, P_DTYPE: tl.constexpr):
+    """As :func:`add_values`, for values ``v [N, GV, 32]`` that are no codes: float16 ones stay what they are.
+
+    bfloat16, which codes meet for the range of ``w s``, would round them; a weight alone is at most 1.
+    """
+    if tl.bfloat16 == P_DTYPE and v.dtype == tl.float16:
+        return add_weighted(out, factor, w, v, M, tl.float16)
+    else:
+        return add_weighted(out, factor, w, v, M, P_DTYPE)
+
+
+@triton.jit
+def add_weighted(out, factor, w, v, M: tl.constexpr, DTYPE: tl.constexpr):
+    """``out`` rescaled plus ``sum_t w_t v_t`` of weights and values in a dtype."""
+    ws = widen(tl.broadcast_to(w.to(DTYPE)[None, :, :], (v.shape[1], w.shape[0], w.shape[1])), M)
+    v = tl.permute(v.to(DTYPE), (1, 2, 0))
+    return tl.dot(v, ws, out * widen(factor, M)[None, None, :], input_precision="ieee")
+
+
+@triton.jit
 def store_values(ptr, out, D: tl.constexpr, valid, GV: tl.constexpr, M: tl.constexpr):
     """``out`` as :func:`add_values` makes it at ``ptr [M]``."""
     out = narrow(out, M)

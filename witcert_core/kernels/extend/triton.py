@@ -29,7 +29,14 @@ from witcert_core.kernels.common.device import (
 from witcert_core.kernels.common.exact_tile import add_exact_values
 from witcert_core.kernels.common.packed_tile import Cache, packed_queries, packed_tile
 from witcert_core.kernels.common.paged import request_span
-from witcert_core.kernels.common.tiles import add_values, load_groups, load_queries, load_values, store_values
+from witcert_core.kernels.common.tiles import (
+    add_values,
+    add_whole_values,
+    load_groups,
+    load_queries,
+    load_values,
+    store_values,
+)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(slack.META_FIELDS)
@@ -214,7 +221,6 @@ def extend_attention(
 
     # From here the queries are whole: the chunk has no bypassed channels.
     q_new = load_queries(q_base, valid, keep_ptr, D, NG, False)
-    one = tl.full((N, GV), 1.0, tl.float32)
     last = tl.minimum((tl.program_id(0) * M + M - 1) // G + 1, q_len)
     k_base = k_new_ptr + head64 * stride_kn_head
     v_base = v_new_ptr + head64 * stride_vn_head
@@ -234,7 +240,7 @@ def extend_attention(
             z += alibi_bias(slope, prefix + token, position)
         w, ref, factor, _ = weigh(z, visible, ref)
         total = total * factor + tl.sum(w, 0)
-        out = add_values(out, factor, w, one, v, M, P_DTYPE)
+        out = add_whole_values(out, factor, w, v, M, P_DTYPE)
 
     if SINK:
         sink2 = tl.load(sink_ptr + head, mask=valid, other=0.0) * _LOG2E
@@ -309,7 +315,6 @@ def tail_split(
     ref = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((N, M), tl.float32)
     out = tl.zeros((GV, 32, M), tl.float32)
-    unscale = tl.zeros((N, GV), tl.float32) + v_unscale
     weights, values = meter_start(N, M, 1)
     head64 = kv_head.to(tl.int64)
     k_base = k_new_ptr + head64 * stride_kn_head
@@ -338,13 +343,13 @@ def tail_split(
             c = tl.sqrt(squares(k, N, NG))[:, None] * length_q[None, :] * DOT_ERROR
             c += softmax_radius(gap, cap, bias, SOFT_CAP, ALIBI, tl.float32 != P_DTYPE)
             weights = meter_weights(weights, factor, w, tl.where(visible, c, 0.0))
-        out = add_values(out, factor, w, unscale, v, M, P_DTYPE)
+        out = add_whole_values(out, factor, w, v, M, P_DTYPE)
         if METER:
             x = v.to(tl.float32) * v_unscale
             v_square = tl.sum(tl.sum(x * x, 2), 1)
             values = meter_values(values, factor, w, v_square, tl.zeros((N,), tl.float32), seen[:, None])
     cell = (r * num_qo_heads + head) * num_splits + split
-    store_values(part_o_ptr + cell * DV, out, DV, valid, GV, M)
+    store_values(part_o_ptr + cell * DV, out * v_unscale, DV, valid, GV, M)
     meta = part_m_ptr + cell * _FIELDS
     first = tail - 1 - window_left
     store_sums(meta, ref, total, valid, sees_some(valid, first, tail, begin, end, WINDOW, False))
