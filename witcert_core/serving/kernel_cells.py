@@ -82,12 +82,15 @@ def certified_cells(
 ) -> CellBatch:
     """The cells of what `certify` found of weights that another kernel, the engine's, attended with.
 
-    norm [R, H] is that of the engine's output, of `output_norm`; num_quantized [R, H] as in `CellBatch`; arithmetic is the engine's, and was given to `certify`
-    as well. The engine's weights lie within ``tanh(omega / 2)`` of those the accumulators are of.
+    norm [R, H] is that of the engine's output, of `output_norm`; num_quantized [R, H] as in `CellBatch`; arithmetic is
+    the engine's, and was given to `certify` as well. The engine's weights lie within ``tanh(omega / 2)`` of those the
+    accumulators are of.
     """
     omega = found.omega.cpu().double() * (1.0 + 2.0**-20)
     extra = odds_moved(omega, torch.tensor(list(num_visible), dtype=torch.float64)[:, None]).nan_to_num(nan=1.0)
-    return _cells(found.acc, norm, extra, num_visible, num_quantized, delta_loc, form, has_sink, v_dim, arithmetic, tv_audit)
+    return _cells(
+        found.acc, norm, extra, num_visible, num_quantized, delta_loc, form, has_sink, v_dim, arithmetic, tv_audit
+    )
 
 
 def _cells(
