@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from witcert_vllm.metrics import Recorder, replay
 
 from witcert_core.report.prometheus import Metrics
+from witcert_core.report.sample import Compared
 from witcert_core.report.state import RequestState
 
 pytestmark = pytest.mark.vllm
@@ -29,6 +30,8 @@ def calls() -> dict[str, list[object]]:
     known: dict[str, list[object]] = {
         "announce": ["q"],
         "cells_measured": ["q", state.Observed(**given)],
+        "cells_compared": ["q", Compared(*torch.tensor([[0.0, 0.2], [0.1, torch.inf], [1.5, 9], [2, 3]]).double(), 1)],
+        "rows_not_audited": [2, "no room"],
         "rows_unknown": [3],
         "cells_unknown": ["q", 4],
         "request_finished": ["q", 0.5],
