@@ -125,6 +125,7 @@ class MeterSettings(_Section):
     tier: Literal["auto", "witness", "dither"] = "auto"
     form: Literal["auto", "extremal", "tanh", "jensen", "needle", "eform", "rms"] = "auto"
     sketch_bits: Annotated[Literal[0, 2, 4, 8] | None, _NO_LOOKALIKE] = None
+    bands: Annotated[Literal[16, 32] | None, _NO_LOOKALIKE] = None
     delta: float = Field(default=0.01, gt=0, lt=1)
     max_rows: int = Field(default=8, ge=1)
     stride: int = Field(default=32, ge=1)
@@ -186,6 +187,7 @@ class Policy(_Section):
             self._gate = gate_registry().build(self.gate.kind, self.gate.model_dump())
         self._check_tier()
         self._check_audits()
+        self._check_bands()
         self._check_storage()
         self._check_engine()
         self._force_stride()
@@ -219,6 +221,13 @@ class Policy(_Section):
             raise ValueError(
                 f"meter.audit_share: is {self.meter.audit_share}, but meter.audit_every is {self.meter.audit_every}, "
                 "which audits every request already; set one of them to 0"
+            )
+
+    def _check_bands(self) -> None:
+        if self.meter.bands is not None and self.quantizer.storage == "packed":
+            raise ValueError(
+                f"meter.bands: is {self.meter.bands}, but the packed cache keeps no bands; allowed: null, or "
+                "quantizer.storage 'simulated'"
             )
 
     def _check_storage(self) -> None:

@@ -2,8 +2,13 @@ import pytest
 import torch
 
 from witcert_core.bands import BandMap, band_map, group_map
+from witcert_core.capacity import choose_bands, side_bytes_per_head
 from witcert_core.errors import InputError
+from witcert_core.hooks import quantizer_registry
+from witcert_core.quantizers.base import QuantContext
+from witcert_core.radii import radius_witness
 from witcert_core.rotary import RotarySpec
+from witcert_core.witness import witness_codes
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -117,3 +122,47 @@ def test_bad_maps_are_refused():
         group_map(8, 0)
     with pytest.raises(InputError, match="for 8"):
         group_map(8).norms(torch.zeros(9))
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "bits", "bands"),
+    [
+        ("fp8_e4m3_cast", 128, 0, 32),
+        ("int8_token_group", 128, 0, 32),
+        ("int4_token_group", 128, 0, 16),
+        ("int4_token_group", 256, 0, 32),
+        ("fp8_e4m3_cast", 64, 0, 16),
+        ("int4_token_group", 128, 4, 16),
+        ("int4_token_group", 256, 4, 32),
+        ("int8_dither", 128, 0, 16),
+        ("engine", 128, 0, 16),
+    ],
+)
+def test_32_bands_are_kept_where_they_add_a_sixteenth_of_the_bytes_at_most(name, head_dim, bits, bands):
+    quantizer, rotary = quantizer_registry().get(name), RotarySpec(head_dim)
+    assert choose_bands(quantizer, rotary, head_dim, bits) == bands
+    assert [choose_bands(quantizer, rotary, head_dim, bits, wanted) for wanted in (16, 32)] == [16, 32]
+    sides = [side_bytes_per_head(quantizer, rotary, head_dim, 2, bits, wanted) for wanted in (16, 32)]
+    assert sides[1] - sides[0] == (32 if bits else 16)
+    assert side_bytes_per_head(quantizer, rotary, head_dim, 2, bits) == sides[bands == 32]
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_cast", "int4_token_group"])
+def test_32_bands_bound_tighter_and_never_below_the_truth(name):
+    """Halves of a band: its norm is at most the sum that Cauchy-Schwarz makes of them, for any query."""
+    torch.manual_seed(0)
+    spec = RotarySpec(128)
+    keys = torch.randn(40, 2, 128) * torch.logspace(-1, 1, 128)
+    ctx = QuantContext((0, 1), 128, spec, torch.float32)
+    stored = (
+        quantizer_registry().get(name).fake_quantize(keys, kind="k", layer=0, positions=torch.arange(40), ctx=ctx)
+    )
+    q = torch.randn(4, 128, dtype=torch.float64)
+    error = torch.einsum("kgd,skd->kgs", q.view(2, 2, 128), (stored - keys).double()).flatten(0, 1).abs()
+    found = []
+    for wanted in (16, 32):
+        bands = band_map(spec, wanted)
+        radius = radius_witness(q, witness_codes(keys, stored, bands), bands, 1.0)
+        assert (radius >= error).all()
+        found.append(radius)
+    assert float((found[1] / found[0]).mean()) < 0.97

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from witcert_core.bands import band_map
 from witcert_core.bounds.vectors import check_vectors, load_vectors
+from witcert_core.capacity import BANDS
 from witcert_core.errors import PolicyError
 from witcert_core.gate_registry import GATES
 from witcert_core.kernel_error import UNIT
@@ -211,14 +212,13 @@ def test_figures_of_the_readme_and_the_mathematics():
     readme, meter = TEXT["README.md"], TEXT["meter.md"]
     key = torch.randn(1, 1, 128)
     spec = RotarySpec(128)
-    bands = band_map(spec)
-    size = witness_codes(key, key, bands).nbytes
+    few, many = (str(bands) for bands in BANDS)
     assert (
-        re.findall(r"each of (\d+) bands", readme)
-        == [str(bands.num_bands)]
-        == re.findall(r"rotary\s+pairs, (\d+) by default", meter)
+        re.findall(r"each of (\d+) bands of channels \((\d+) where bytes allow", readme)
+        == [(few, many)]
+        == re.findall(r"rotary\s+pairs, \$B\$ of them: (\d+), or (\d+)", meter)
     )
-    assert re.findall(r"rounded up \((\d+) bytes\)", readme) == [str(size)]
+    assert [witness_codes(key, key, band_map(spec, bands)).nbytes for bands in BANDS] == list(BANDS)  # "a byte each"
 
     delta, tau = MeterSettings().delta, GateSettings().tau
     assert re.findall(r"1 − δ \(default ([\d.]+)\)", readme) == [str(delta)]

@@ -228,7 +228,7 @@ def test_a_slot_that_moves_takes_its_sketch_along() -> None:
 )
 def test_the_bytes_of_a_token_are_those_of_the_tensors(name: str, bits: int, head_dim: int) -> None:
     quantizer = quantizer_registry().get(name)
-    per_head = side_bytes_per_head(quantizer, RotarySpec(head_dim), head_dim, 4, bits)
+    per_head = side_bytes_per_head(quantizer, RotarySpec(head_dim), head_dim, 4, bits, bands=16)
     assert per_head * HKV * (TOKENS + 2) == make_store(name, bits, head_dim).nbytes
 
 

@@ -60,17 +60,17 @@ def test_side_bytes_are_those_of_the_store(name, storage_bytes):
         bands=band_map(rotary),
         storage_dtype={2: torch.bfloat16, 4: torch.float32}[storage_bytes],
     )
-    per_head = side_bytes_per_head(quantizer, rotary, 80, storage_bytes)
+    per_head = side_bytes_per_head(quantizer, rotary, 80, storage_bytes, bands=16)
     assert store.nbytes == 5 * (side_bytes_per_token(per_head, 2, 2) - ROW_ID)
 
 
 def test_a_metered_pool_pays_for_its_witnesses():
     plain, metered = bytes_per_token("fp16", SHAPE), bytes_per_token("metered:fp8_e4m3_cast", SHAPE)
-    assert metered == plain + 32 * 8 * 17 + ROW_ID
+    assert metered == plain + 32 * 8 * 33 + ROW_ID
     waiting = bytes_per_token("metered:kivi", SHAPE)  # and a flag for each token whose group is open
-    assert waiting == metered + 1
+    assert waiting == plain + 32 * 8 * 17 + ROW_ID + 1
     sketched = bytes_per_token("metered:int4_token_group:group_size=64@4", SHAPE)
-    assert sketched == metered + 32 * 8 * (64 + 16 + 64 + 16)
+    assert sketched == plain + 32 * 8 * (17 + 64 + 16 + 64 + 16) + ROW_ID
 
 
 def test_configurations(tmp_path: Path):

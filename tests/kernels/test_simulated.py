@@ -120,7 +120,7 @@ class Served:
     ("name", "dtype", "options", "sections"),
     [
         ("int4_token_group", torch.float32, {}, {}),
-        ("fp8_e4m3_cast", torch.float16, {"window_left": 6}, {}),
+        ("fp8_e4m3_cast", torch.float16, {"window_left": 6}, {"meter": {"bands": 32}}),
         ("int8_dither", torch.float32, {"logits_soft_cap": 20.0, "sinks": torch.linspace(-1, 3, HQ)}, {}),
         ("int8_dither", torch.float16, {}, {"meter": {"tier": "witness"}}),
         ("kivi", torch.float16, {}, {"prefill_reads": "stored"}),

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from witcert_core.bands import band_map
 from witcert_core.kernel_error import KernelArithmetic
 from witcert_core.kernels.certify import FP8, certify
 from witcert_core.kernels.common.backend import kernels_serve
@@ -108,7 +107,7 @@ class KernelSimulated(SimulatedCache):
 
     def __init__(self, policy: Policy, geometry: Geometry, pool: PagedPool, encoder: Encoder) -> None:
         super().__init__(policy, geometry, pool, encoder)
-        self.bands = band_map(geometry.rotary)
+        self.bands = self.store.bands
         self._rows: Rows | None = None
         # A dithered cache in a 32-bit pool has no witness: its radius covers the storage already.
         shape = (geometry.num_slots, 1, geometry.num_kv_heads, self.bands.num_bands)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from witcert_core.bands import band_map
+from witcert_core.bands import BandMap, band_map
+from witcert_core.capacity import choose_bands
 from witcert_core.closing import ClosingRule, DueTokens, OpenTokens
 from witcert_core.errors import UnsupportedError
 from witcert_core.gated_rows import LayerCall
@@ -55,7 +56,7 @@ class SimulatedCache:
             num_kv_heads=geometry.num_kv_heads,
             head_dim=geometry.head_dim,
             v_head_dim=geometry.v_head_dim,
-            bands=band_map(geometry.rotary),
+            bands=bands_of(policy, geometry),
             storage_dtype=geometry.pool_dtype,
             keep_exact=policy.meter.audit_every > 0,
             sketch_bits=policy.sketch_bits,
@@ -244,6 +245,14 @@ def _halves(call: AttentionCall, k: Coded, v: Coded) -> tuple[_Half | None, _Hal
         return (whole, None) if alike else (None, whole)
     early, late = call.early, ~call.early
     return (call.part(early), k.part(early), v.part(early)), (call.part(late), k.part(late), v.part(late))
+
+
+def bands_of(policy: Policy, geometry: Geometry) -> BandMap:
+    """The bands of K's channels whose errors' norms are kept."""
+    rotary, quantizer = geometry.rotary, policy.build_quantizer()
+    return band_map(
+        rotary, choose_bands(quantizer, rotary, geometry.v_head_dim, policy.sketch_bits, policy.meter.bands)
+    )
 
 
 def block_repairer(policy: Policy, store: Sides, shadow: ShadowStore, num_layers: int) -> BlockRepairer:

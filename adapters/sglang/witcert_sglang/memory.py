@@ -39,7 +39,7 @@ def side_bytes_per_head(policy: Policy, config: Any, itemsize: int) -> int:
     """
     rotary = RotarySpec(config.head_dim, rotary_dim=rotary_dim(config.hf_text_config, config.head_dim))
     return capacity.side_bytes_per_head(
-        policy.build_quantizer(), rotary, config.v_head_dim, itemsize, policy.sketch_bits
+        policy.build_quantizer(), rotary, config.v_head_dim, itemsize, policy.sketch_bits, policy.meter.bands
     )
 
 

@@ -20,7 +20,12 @@ def side_bytes_per_token(installation: Installation, vllm_config: Any, specs: Ma
     (spec, *_others) = specs.values()
     rotary = RotarySpec(spec.head_size, rotary_dim=rotary_dim(model.hf_text_config, spec.head_size))
     per_head = capacity.side_bytes_per_head(
-        installation.quantizer, rotary, spec.head_size_v, model.dtype.itemsize, policy.sketch_bits
+        installation.quantizer,
+        rotary,
+        spec.head_size_v,
+        model.dtype.itemsize,
+        policy.sketch_bits,
+        policy.meter.bands,
     )
     flag = 0 if ClosingRule.of(installation.quantizer).immediate else 1  # whether a token waits to be quantized
     return capacity.side_bytes_per_token(per_head, spec.num_kv_heads, len(specs)) + flag
