@@ -65,7 +65,7 @@ def certified(tally: Tally) -> str:
         return f"{share:.1%} of {tally.measured} cells (tier W: any query)"
     return (
         f"{any_query:.1%} of {tally.measured} cells (tier W: any query), {share:.1%} with probability 0.99 "
-        "(tier D: text that does not depend on the dither)"
+        "(tier D: texts fixed before the cached prefix was written)"
     )
 
 

@@ -179,7 +179,8 @@ def test_tier_d_spends_its_budget_and_shows_tier_w_beside() -> None:
     assert s["tier_w_beside"] == {"cells": 4, "tv_certified_cells": 2, "worst": 0.5}
     assert s["tier_cells"] == {"dither": 4}
     assert s["claim"] == (
-        "tier D: probability >= 1-0.01, non-adaptive queries; tier W (deterministic, any query) beside it; "
+        "tier D: probability >= 1-0.01, non-adaptive queries: texts fixed before the cached prefix was written; "
+        "tier W (deterministic, any query) beside it; "
         "local to a layer: nothing is claimed end to end"
     )
     book.observe("r", 0, 2, 1, batch([[0.1, 0.3]]), 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from conftest import Metered, ask_many, samples_of_each_task
 
@@ -34,6 +36,27 @@ def test_rows_between_the_stride_are_unknown(int8_original: Metered) -> None:
     assert summary["rows_metered"] == -(-decode_rows // 3) + 2  # every third decode row; max_rows of the prompt
     assert summary["cells_unknown"] == (summary["rows_seen"] - summary["rows_metered"]) * 16
     assert set(summary["unknown_reasons"]) == {"stride", "max_rows"}
+
+
+def test_a_second_turn_over_sampled_tokens_claims_tier_w(int8_original: Metered) -> None:
+    """The next turn of a chat hits pages that hold the sampled tokens of the first."""
+
+    def ask(ids: list[int], count: int) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        with int8_original.server.client() as client:
+            answer = client.post("/generate", json={"input_ids": ids, "sampling_params": sampling})
+        return answer.raise_for_status().json()
+
+    prompt = [10 + 7 * i % 50 for i in range(100)]
+    first = ask(prompt, 48)
+    second = ask(prompt + first["output_ids"] + prompt[:20], 8)["meta_info"]
+    assert second["cached_tokens"] > len(prompt) + 16
+    summary = second["witcert"]
+    assert (first["meta_info"]["witcert"]["tier"], summary["tier"]) == ("dither", "witness")
+    assert "its cached prefix holds tokens that were sampled" in summary["claim"]
+    assert summary["tier_cells"] == {"witness": summary["cells_measured"]}
+    assert summary["delta"]["spent"] == 0
+    assert summary["audit"]["violations"] == 0
 
 
 def test_stored_prefill_cold_equals_warm(int8_original: Metered) -> None:

@@ -37,6 +37,8 @@ def test_packed_answers_and_bounds_are_those_of_the_simulation(
         with running_engine(checkpoint, tmp_path / storage, policy(name, storage, reads)) as engine:
             found[storage] = engine.ask(asked)
             assert_second_time_is_alike(engine, asked[0])
+            if name == "int8_dither":
+                assert_second_turn_claims_tier_w(engine, asked[1])
             pages = engine.llm.collective_rpc("witcert_status")[0]
             assert ("bytes_packed_pool" in pages) == (storage == "packed")
     for packed, simulated in zip(found["packed"], found["simulated"], strict=True):
@@ -52,6 +54,18 @@ def assert_second_time_is_alike(engine: Engine, prompt: str) -> None:
     cold, warm = (engine.ask([prompt])[0] for _ in range(2))
     assert warm.tokens == cold.tokens
     assert warm.summary["audit"]["violations"] == 0
+
+
+def assert_second_turn_claims_tier_w(engine: Engine, prompt: str) -> None:
+    """The next turn of a chat hits blocks that hold the sampled tokens of the first."""
+    ids = engine.llm.get_tokenizer().encode(prompt)
+    (first,) = engine.ask([{"prompt_token_ids": ids}], max_tokens=160, ignore_eos=True)
+    (second,) = engine.ask([{"prompt_token_ids": ids + first.tokens + ids[-8:]}])
+    assert second.cached > len(ids)
+    assert (first.summary["tier"], second.summary["tier"]) == ("dither", "witness")
+    assert "its cached prefix holds tokens that were sampled" in second.summary["claim"]
+    assert second.summary["tier_cells"] == {"witness": second.summary["cells_measured"]}
+    assert second.summary["audit"]["violations"] == 0
 
 
 def test_a_prefix_is_shared_in_the_pass_that_computes_it(checkpoint: Path, tmp_path: Path) -> None:

@@ -5,17 +5,23 @@ from __future__ import annotations
 from witcert_core.quantizers.base import Tier
 
 LOCAL = "local to a layer: nothing is claimed end to end"
+NON_ADAPTIVE = "non-adaptive queries: texts fixed before the cached prefix was written"
+SAMPLED_PREFIX = "its cached prefix holds tokens that were sampled, or loaded, before"
+NOT_FROM_ITS_START = "what it has spent of its failure probability is not known"
 
 
-def claim(tier: Tier, delta: float, cells_beside: int, cells_undithered: int) -> str:
+def claim(tier: Tier, delta: float, cells_beside: int, cells_undithered: int, without_law: str = "") -> str:
     """The claim of a request's meter.
 
     delta: the failure probability of the request. cells_beside: cells that also have a deterministic bound.
     cells_undithered: cells whose only bound is deterministic, the declared rows being used up (tier dither).
+    without_law: why nothing is claimed of this request under the dither law, though it is of others; or ''.
     """
+    if without_law:
+        return f"tier W: deterministic, any query (no tier D for this request: {without_law}); {LOCAL}"
     if tier == "witness":
         return f"tier W: deterministic, any query; {LOCAL}"
-    law = f"tier D: probability >= 1-{delta:g}, non-adaptive queries"
+    law = f"tier D: probability >= 1-{delta:g}, {NON_ADAPTIVE}"
     beside = (
         "tier W (deterministic, any query) beside it" if cells_beside else "tier W was not measured beside it"
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from witcert_core.meter import CellBatch
 
 LAYER_NOT_METERED = "layer excluded from metering"
+LAW_WITHDRAWN = "measured under tier D, which does not hold for this request"
 PARTLY_MEASURED = "row measured in some layers only"
 EXACT = "exact"
 """In the place of a worst bound: whatever these cells read was exact."""
@@ -124,6 +125,7 @@ class RequestState:
     log_a_max: float = -math.inf
     out_bound_rel_max: float = 0.0
     delta_spent: float = 0.0
+    without_law: str = ""
     repaired_blocks: int = 0
     repaired_bytes: int = 0
     unknown_reasons: Counter[str] = field(default_factory=Counter)
@@ -219,6 +221,21 @@ class RequestState:
             self.beside.cells += meter.numel()
             self.beside.tv_certified_cells += int((meter <= tau).sum())
             self.beside.worst = max(self.beside.worst, float(meter.max()))
+
+    def without_dither(self, why: str) -> RequestState:
+        """The counts of a request of which nothing is claimed under the dither law from now on.
+
+        Rows whose cells were counted under it are unknown then; what audits found, was repaired and spent stays.
+        """
+        if not self.tier_cells["dither"]:
+            self.without_law = why
+            return self
+        left = RequestState(self.num_layers, self.num_heads, self.num_forms, without_law=why)
+        left.unknown_rows = self.unknown_rows + self.rows_metered
+        left.unknown_reasons = self.unknown_reasons + Counter({LAW_WITHDRAWN: self.rows_metered})
+        left.audit, left.sample, left.delta_spent = self.audit, self.sample, self.delta_spent
+        left.repaired_blocks, left.repaired_bytes = self.repaired_blocks, self.repaired_bytes
+        return left
 
     def count_unknown(self, rows: int, reason: str) -> None:
         self.unknown_rows += rows

@@ -143,6 +143,12 @@ class RequestLedger:
         self._check_layer(layer)
         self._state(request_id).count_lost(layer, reason)
 
+    def claim_no_law(self, request_id: str, why: str) -> None:
+        """Claim nothing of this request under the dither law: only deterministic bounds count as certified."""
+        state = self._state(request_id)
+        if not state.without_law:
+            self._requests[request_id] = state.without_dither(why)
+
     def count_repair(self, request_id: str, blocks: int, nbytes: int) -> None:
         """Count exact blocks that the gate wrote back, and the bytes it moved for them."""
         state = self._state(request_id)
@@ -220,14 +226,16 @@ class RequestLedger:
         unknown = self._unknown_cells(state)
         measured = state.cells_measured
         worst = state.worst
-        dither = policy.tier == "dither"
+        dither = policy.tier == "dither" and not state.without_law
         return {
             "schema": REQUEST_SCHEMA,
             "request_id": request_id,
             "engine": self._engine,
             "quantizer": policy.quantizer.name,
-            "tier": policy.tier,
-            "claim": claim(policy.tier, policy.meter.delta, state.beside.cells, state.tier_cells["witness"]),
+            "tier": "dither" if dither else "witness",
+            "claim": claim(
+                policy.tier, policy.meter.delta, state.beside.cells, state.tier_cells["witness"], state.without_law
+            ),
             "tau": policy.gate.tau,
             "rows_seen": state.rows_metered + state.unknown_rows,
             "rows_metered": state.rows_metered,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from witcert_core.closing import ClosingRule
+from witcert_core.report.claims import NON_ADAPTIVE
 from witcert_core.serving.runtime import Runtime
 from witcert_core.units import format_bytes
 
@@ -18,7 +19,7 @@ def banner(runtime: Runtime, *, answers: str, metrics: str) -> str:
     metered, quantized = status["layers_metered"], status["layers_quantized"]
     cells = len(metered) * geometry.total_qo_heads
     claim = (
-        "probabilistic, non-adaptive queries; tier W beside it" if runtime.uses_dither else "deterministic, any query"
+        f"probabilistic, {NON_ADAPTIVE}; tier W beside it" if runtime.uses_dither else "deterministic, any query"
     )
     lines = [
         f"WitCert meters this server: {status['quantizer']} in a {status['pool_dtype']} pool, {geometry.backend}",

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from witcert_core.report.claims import NOT_FROM_ITS_START
+from witcert_core.serving.forgotten import Forgotten
+
 if TYPE_CHECKING:
     from witcert_core.truth import Truth
 
@@ -69,10 +72,37 @@ class RequestPass:
 
 @dataclass
 class RowCounts:
-    """Running counts of one request: decode rows seen (they set the stride) and rows metered (they spend delta)."""
+    """Running counts of one request: decode rows seen (they set the stride) and rows metered (they spend delta).
+
+    reached: tokens computed so far, prefix included. sampled_from: position of its first token that was sampled, None
+    before that. prefix_known: its prefix is what was looked at before. without_law: why only deterministic bounds are
+    claimed for it, or ''.
+    """
 
     decode_rows: int = 0
     metered: int = 0
+    reached: int = 0
+    sampled_from: int | None = None
+    prefix_known: bool = False
+    without_law: str = ""
+
+    def follow(self, prefix: int, new: int, decoding: bool, prefilling: bool | None) -> tuple[int, int]:
+        """Take note of a pass. How many of its last new tokens were sampled, and how long the prefix is whose origin
+        must be looked at: that of a chunk, and of the first generated token after one (engines exchange the slots of a
+        prompt for equal ones in between)."""
+        if decoding or prefilling is False:
+            first = prefix
+        elif prefix < self.reached:  # computed once more, after a preemption: behind its prompt with what was sampled
+            first = self.reached
+        else:
+            first = prefix + new
+        if first < prefix + new:
+            self.sampled_from = first if self.sampled_from is None else min(self.sampled_from, first)
+        own = prefix + new if self.sampled_from is None else self.sampled_from
+        looked = 0 if decoding and self.prefix_known else min(prefix, own)
+        self.prefix_known = decoding
+        self.reached = max(self.reached, prefix + new)
+        return max(prefix + new - max(own, prefix), 0), looked
 
 
 @dataclass(frozen=True)
@@ -93,8 +123,10 @@ class MeteredRow:
 class RowPlan:
     """The metered rows of one pass.
 
-    requests[i] [S_i]: all slots of request i, its new_tokens[i] new ones last. sample: compares the audited rows of
-    sampled requests with the truth.
+    requests[i] [S_i]: all slots of request i, its new_tokens[i] new ones last, of which the last generated[i] were
+    sampled by this server. prefixes: request -> how many of its first tokens others may have generated, for
+    `GeneratedSlots`. without_law: request -> why it may spend no failure probability. sample: compares the audited rows
+    of sampled requests with the truth.
     """
 
     rows: list[MeteredRow]
@@ -102,6 +134,9 @@ class RowPlan:
     new_tokens: list[int]
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
     sample: Compares | None = None
+    generated: list[int] = field(default_factory=list)
+    prefixes: dict[int, int] = field(default_factory=dict)
+    without_law: dict[int, str] = field(default_factory=dict)
 
     @property
     def tokens(self) -> Tensor:
@@ -132,7 +167,11 @@ class RowPlan:
 
 
 class RowPlanner:
-    """Plans every pass of one process; keeps the counts of the requests it has seen (the oldest are forgotten)."""
+    """Plans every pass of one process; keeps the counts of the requests it has seen.
+
+    Of more than MAX_TRACKED_REQUESTS the one idle longest is forgotten. What it spent is not known any more, so should
+    it go on it may spend nothing.
+    """
 
     def __init__(self, *, stride: int, max_rows: int, audit_every: int, stored_prefill: bool) -> None:
         self.stride = stride
@@ -140,17 +179,30 @@ class RowPlanner:
         self.audit_every = audit_every
         self.stored_prefill = stored_prefill
         self._requests: OrderedDict[str, RowCounts] = OrderedDict()
+        self._forgotten = Forgotten()
 
     def request(self, rid: str) -> RowCounts:
-        rows = self._requests.pop(rid, None) or RowCounts()
+        rows = self._requests.pop(rid, None) or self._first_seen(rid)
         self._requests[rid] = rows
         if len(self._requests) > MAX_TRACKED_REQUESTS:
-            self._requests.popitem(last=False)
+            self._forgotten.add(self._requests.popitem(last=False)[0])
         return rows
+
+    def _first_seen(self, rid: str) -> RowCounts:
+        # Of one that was forgotten nobody knows which tokens it sampled: all that it writes count as such.
+        return RowCounts(sampled_from=0, without_law=NOT_FROM_ITS_START) if rid in self._forgotten else RowCounts()
 
     def knows(self, rid: str) -> bool:
         """Whether some pass of this request was planned, and it was not forgotten since."""
         return rid in self._requests
+
+    def knows_prefix(self, rid: str) -> bool:
+        """Whether the next generated token of this request needs its slots looked at no more."""
+        return rid in self._requests and self._requests[rid].prefix_known
+
+    def claim_no_law(self, rid: str, why: str) -> None:
+        """Of a request known here: from now on it spends no failure probability."""
+        self._requests[rid].without_law = why
 
     def forget(self, rid: str) -> None:
         self._requests.pop(rid, None)
@@ -158,13 +210,24 @@ class RowPlanner:
     def plan(self, requests: Sequence[RequestPass]) -> RowPlan:
         """The plan of a pass; the queries of `requests` follow one another in the flat query tensor."""
         picked: list[MeteredRow] = []
-        unmetered: Counter[tuple[int, str]] = Counter()
+        plan = RowPlan(picked, [r.slots for r in requests], [r.new_tokens for r in requests])
+        unmetered = plan.unmetered
         token = 0
         for index, request in enumerate(requests):
             new = request.new_tokens
             prefix = request.slots.numel() - new
             counts = self.request(request.request_id)
-            if new == 1 and prefix > 0 and not request.prefilling:
+            decoding = new == 1 and prefix > 0 and not request.prefilling
+            if decoding and not counts.reached and not counts.without_law:
+                # No request begins with a generated token: an earlier pass of this one went by, or was forgotten.
+                counts.sampled_from, counts.without_law = 0, NOT_FROM_ITS_START
+            generated, looked = counts.follow(prefix, new, decoding, request.prefilling)
+            plan.generated.append(generated)
+            if looked:
+                plan.prefixes[index] = looked
+            if counts.without_law:
+                plan.without_law[index] = counts.without_law
+            if decoding:
                 wanted = [0] if counts.decode_rows % self.stride == 0 else []
                 counts.decode_rows += 1
                 if not wanted:
@@ -180,7 +243,7 @@ class RowPlanner:
                 audited = self.audit_every > 0 and (counts.metered - 1) % self.audit_every == 0
                 picked.append(MeteredRow(index, token + offset, prefix + offset, counts.metered, audited))
             token += new
-        return RowPlan(picked, [r.slots for r in requests], [r.new_tokens for r in requests], unmetered)
+        return plan
 
     def _chunk_rows(self, new: int) -> list[int]:
         """Offsets in a chunk of `new` tokens: the last row, whose token is sampled, and every stride-th before it."""

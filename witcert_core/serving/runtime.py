@@ -19,10 +19,12 @@ from witcert_core.dither import DitherKey
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
+from witcert_core.report.claims import SAMPLED_PREFIX
 from witcert_core.report.prometheus import Metrics
 from witcert_core.report.summary import RequestLedger
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder, Tables
+from witcert_core.serving.generated import GeneratedSlots
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.ledger import make_ledger
 from witcert_core.serving.ranks import Ranks
@@ -103,6 +105,7 @@ class Runtime:
         # The nonce makes the rows of two runs differ; it need not be remembered, the codes die with the pool.
         nonce = self.ranks.from_root(secrets.randbits(63))
         self.row_ids = torch.zeros(geometry.num_slots, dtype=torch.int64, device=geometry.device)  # 0: never written
+        self.generated = GeneratedSlots(geometry.num_slots, geometry.device) if self.uses_dither else None
         self.encoder = Encoder(quantizer, geometry, self.row_ids, DitherKey(seed=0, nonce=nonce, dp_rank=0), tables)
         self.sampled = sampled_copies(policy, geometry, self.ranks)
         self.cache = make_cache(self.encoder)
@@ -123,16 +126,24 @@ class Runtime:
         self.row_ids[out_slots] = self.passes
         self.attention_calls = 0
         self.cache.begin_pass(out_slots, [r.slots for r in requests])
-        self.plan = self.planner.plan(requests)
+        plan = self.planner.plan(requests)
+        if self.generated is not None:
+            self.generated.written(out_slots, plan.new_tokens, plan.generated)
+            for index, length in plan.prefixes.items():
+                if index not in plan.without_law and self.generated.among(plan.requests[index][:length]):
+                    self.planner.claim_no_law(requests[index].request_id, SAMPLED_PREFIX)
+                    plan.without_law[index] = SAMPLED_PREFIX
         not_audited: Counter[tuple[int, str]] = Counter()
         if self.sampled is not None:
             self.sampled.begin(requests, out_slots)
-            self.plan, not_audited = self.sampled.plan(self.plan, requests)
+            plan, not_audited = self.sampled.plan(plan, requests)
+        self.plan = plan
         self.step = StepCells(
             [r.request_id for r in requests],
-            self.plan.rows,
-            unmetered=self.plan.unmetered,
+            plan.rows,
+            unmetered=plan.unmetered,
             not_audited=not_audited,
+            without_law=plan.without_law if self.uses_dither else {},
         )
 
     @property
@@ -154,12 +165,16 @@ class Runtime:
         self.cache.moved(target, source)
         if self.sampled is not None:
             self.sampled.drop(target)
+        if self.generated is not None:
+            self.generated.moved(target, source)
 
     def overwritten(self, slots: Tensor) -> None:
         """The engine wrote `slots` [N] from elsewhere."""
         self.cache.overwritten(slots)
         if self.sampled is not None:
             self.sampled.drop(slots)
+        if self.generated is not None:
+            self.generated.overwritten(slots)
 
     def end(self) -> StepCells | None:
         """The cells of the pass with the heads of all ranks; None on ranks that do not report.
@@ -179,7 +194,8 @@ class Runtime:
 
     def _deltas(self, plan: RowPlan) -> list[float]:
         """Failure probability each cell of a metered row may spend; 0 under the deterministic tier."""
-        return [self.budget.delta_loc(row.ordinal) if self.uses_dither else 0.0 for row in plan.rows]
+        spends = [self.uses_dither and row.request not in plan.without_law for row in plan.rows]
+        return [self.budget.delta_loc(r.ordinal) if may else 0.0 for r, may in zip(plan.rows, spends, strict=True)]
 
     @property
     def ledger(self) -> RequestLedger:
@@ -205,6 +221,7 @@ class Runtime:
     def status(self) -> dict[str, Any]:
         """What is metered, for the start-up handshake, the banner and `/witcert/status`."""
         g = self.geometry
+        of_slots = self.row_ids.nbytes + (0 if self.generated is None else self.generated.nbytes)
         return {
             "quantizer": self.quantizer.name,
             "tier": "dither" if self.uses_dither else "witness",
@@ -221,7 +238,7 @@ class Runtime:
             "bytes_sample": 0 if self.sampled is None else self.sampled.nbytes,
             "sample_tokens": 0 if self.sampled is None else self.sampled.copies.num_rows,
             "prefill_reads": self.policy.prefill_reads,
-            "bytes_witness": self.cache.bytes_side + self.row_ids.nbytes,
+            "bytes_witness": self.cache.bytes_side + of_slots,
             "bytes_audit_copies": self.cache.bytes_audit,
             "gate": self.policy.gate.kind,
             "storage": self.policy.quantizer.storage,

@@ -48,6 +48,7 @@ class StepCells:
 
     witness_layers: the same rows under the deterministic radii, when `layers` used the dither law.
     summed, witness_summed: layers whose bounds are still to be taken, by `settle`.
+    without_law: requests of the batch that spend no failure probability, with the reason.
     lost: layers that should have measured these rows and did not, with the reason; their cells are unknown.
     verdicts: what a repairing gate did, one for each layer and request.
     truths: what compression really did to the audited rows of sampled requests. not_audited: their other rows, by
@@ -63,6 +64,7 @@ class StepCells:
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
     verdicts: list[Verdict] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)
+    without_law: dict[int, str] = field(default_factory=dict)
     truths: dict[int, Truth] = field(default_factory=dict)
     not_audited: Counter[tuple[int, str]] = field(default_factory=Counter)
 
@@ -82,6 +84,9 @@ class StepCells:
 
         Returns, for those whose gate gave up in some layer, why.
         """
+        for index, why in self.without_law.items():
+            if index in committed:
+                ledger.claim_no_law(self.request_ids[index], why)
         for number, row in enumerate(self.rows):
             if row.request not in committed:
                 continue

@@ -77,7 +77,9 @@ class SglangRuntime(Runtime):
         if forward_batch.forward_mode.is_idle() or not forward_batch.rids:
             return original(runner, forward_batch, *args, **kwargs)
         replays = self.graphs is not None and will_replay(runner, forward_batch)
-        if replays:
+        # Whose prefix is still to be looked at (tier D) needs its slots here: once a request.
+        looked = self.generated is None or all(self.planner.knows_prefix(rid) for rid in forward_batch.rids)
+        if replays and looked:
             requests = requests_on_device(forward_batch)
         else:
             requests = requests_of(forward_batch, runner.req_to_token_pool.req_to_token)
