@@ -16,6 +16,9 @@ import WitCert.Attention.Extremal
 import WitCert.Attention.Sweep
 import WitCert.Attention.Blocks
 import WitCert.Attention.Output
+import WitCert.Attention.OwnDistance
+import WitCert.Attention.Served
+import WitCert.Attention.Visible
 import WitCert.Attention.Gate
 import WitCert.Attention.GateExtremal
 import WitCert.Probability.Law

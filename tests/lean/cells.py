@@ -259,7 +259,12 @@ class Cell:
             best = max(best, high * n / (high + n), *self.spared_candidates(low, high))
         return best * (1 + TINY)
 
-    # --- repair and blocks
+    # --- repair, blocks, tokens that neither side sees
+
+    @cached_property
+    def padded(self) -> Cell:
+        """The cell and a token of weight 0 with a large radius."""
+        return Cell([*self.w, F(0)], [*self.r, F(1000)], [*self.a, F(1, 7)])
 
     def repaired(self, *tokens: int) -> Cell:
         """Exact keys back for some tokens."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from witcert_core.accumulate import accumulate
 from witcert_core.bands import BandMap, band_map
 from witcert_core.dither import DitherKey, group_scales, quantize_int8, rows
+from witcert_core.kernel_error import KernelArithmetic, mass_error, output_error
 from witcert_core.layout import AccField
 from witcert_core.output import output_bound
 from witcert_core.radii import radius_dither, radius_witness
@@ -26,6 +27,8 @@ from witcert_core.witness import decode_norm, value_codes, witness_codes
 F = Fraction
 D = 8
 GROUP = 4
+SPLIT = 12
+"""Weights of a split of the cache may be ``2^-12`` times the heaviest of the row."""
 Rows = list[list[F]]
 
 
@@ -224,6 +227,95 @@ class Head:
         moved = torch.tensor([float(self.cell.TV * (1 + TINY))], dtype=torch.float64)
         bound = output_bound(self._acc, moved, own)
         return F(float(bound[0]))
+
+    @property
+    def exact_output(self) -> list[F]:
+        return self.average(self.cell.p, self.exact_values)
+
+    def distances(self, centre: Sequence[F]) -> list[F]:
+        """``||v~ - centre||`` of each token, rounded up."""
+        return [sqrt_up(norm_sq(sub(v, centre))) for v in self.values]
+
+    @cached_property
+    def centre(self) -> list[F]:
+        """Some centre that is not the output."""
+        return exact(self.vals_stored.mean(0))
+
+    # --- weights as a 16-bit kernel multiplies them: cast, and divided by the sum of the uncast ones
+
+    def _cast(self, dtype: torch.dtype, scale: F) -> list[F]:
+        top = max(self.cell.w)
+        weights = torch.tensor([float(w / top * scale) for w in self.cell.w], dtype=torch.float64)
+        return [x * top / scale for x in exact(weights.to(dtype))]
+
+    @staticmethod
+    def share(weights: Sequence[F]) -> list[F]:
+        return [x / sum(weights, F(0)) for x in weights]
+
+    @cached_property
+    def served_relative(self) -> list[F]:
+        """Cast to bfloat16: off in relative terms only."""
+        return self._cast(torch.bfloat16, F(1))
+
+    @property
+    def cast_errors(self) -> list[F]:
+        return [s / w - 1 for s, w in zip(self.served_relative, self.cell.w, strict=True)]
+
+    @property
+    def arithmetic(self) -> KernelArithmetic:
+        """What covers both casts, and the rounding of an output to bfloat16."""
+        return KernelArithmetic((torch.bfloat16, torch.float16), torch.bfloat16)
+
+    @property
+    def cast_unit(self) -> F:
+        return F(self.arithmetic.cast_unit)
+
+    @property
+    def output_least(self) -> F:
+        return F(self.arithmetic.output_least)
+
+    @cached_property
+    def served(self) -> list[F]:
+        """Cast to float16 in a split whose weights are small, so that some are subnormal."""
+        return self._cast(torch.float16, F(1, 2**SPLIT))
+
+    @property
+    def cast_least(self) -> list[F]:
+        return [max(self.cell.w) * F(2**SPLIT, 2**25)] * self.S
+
+    @property
+    def lost(self) -> F:
+        return self.cast_unit + sum(self.cast_least, F(0))
+
+    @property
+    def code_mass_error(self) -> F:
+        """The implementation's, which counts on the heaviest of the weights before the division to be 1."""
+        return F(float(mass_error(self.S * 2**SPLIT, self.arithmetic)))
+
+    @staticmethod
+    def rounded(x: Sequence[F]) -> list[F]:
+        """Channels rounded to bfloat16."""
+        return exact(torch.tensor([float(v) for v in x], dtype=torch.float64).to(torch.bfloat16))
+
+    @cached_property
+    def code_kernel_error(self) -> F:
+        """The implementation's bound between what is handed on and the mean with the weights computed again."""
+
+        def up(x: F) -> torch.Tensor:
+            return torch.tensor(float(x * (1 + TINY)), dtype=torch.float64)
+
+        lengths = self.distances([F(0)] * 3)
+        bound = output_error(
+            up(tv(self.share(self.served), self.cell.w)),
+            num_tokens=self.S * 2**SPLIT,
+            norm=up(sqrt_up(norm_sq(self.average(self.cell.w, self.values)))),
+            mean_norm=up(self.cell.mean(lengths)),
+            max_norm=up(max(lengths)),
+            diameter=up(self.diam),
+            v_dim=3,
+            arithmetic=self.arithmetic,
+        )
+        return F(float(bound))
 
     @cached_property
     def w2(self) -> list[F]:

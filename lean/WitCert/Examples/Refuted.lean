@@ -2,7 +2,9 @@ import WitCert.Examples.Rational
 import WitCert.Attention.Gate
 import WitCert.Attention.Jensen
 import WitCert.Attention.Needle
-import WitCert.Attention.Output
+import WitCert.Attention.OwnDistance
+import WitCert.Attention.Served
+import WitCert.Attention.Visible
 import WitCert.Probability.TierD
 /-!
 # Refuted: the wrong forms, and the hypotheses that cannot be dropped
@@ -102,6 +104,54 @@ theorem covariance_one_root : opposite.Sound ∧
     ¬ NormLe [true] (fun _ => sum (fun t => opposite.p t * two 0 1 t) opposite.l - sum (fun t => opposite.w t * 0) opposite.l)
       (sum (fun t => opposite.w t * two 0 1 t) opposite.l) :=
   ⟨opposite_sound, fun h => absurd h.2 (by decide)⟩
+
+/-- Two tokens whose radii are 0: nothing was quantized. -/
+def exact : Cell Q Bool := cellOf [true, false] (q 1 2) (q 1 2) 1 1 1 1
+theorem exact_sound : exact.Sound :=
+  cellOf_sound ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩
+/-- **An output bound without the lost mass is wrong**: nothing is quantized, all values are 1, so `TV`, diameter, distances and
+value radii are 0 and every form says 0. Both weights are rounded down by `2⁻⁸` and divided by the sum of the unrounded ones:
+`255/256` is served.
+
+Code: `witcert_core.output.output_bound`.
+`python: instance("exact").TV == 0 and instance("exact").A == 1 and sum(w * (1 - Fraction(1, 256)) for w in instance("exact").w) == 1 - Fraction(1, 256)` -/
+theorem lost_mass_left_out : exact.Sound ∧ exact.TV ≤ 0 ∧ (exact.cast (fun _ => -(q 1 256)) (q 1 256)).TV ≤ 0 ∧
+    ¬ NormLe [true] (fun _ => sum (fun t => exact.p t * 1) exact.l - sum (fun t => exact.served (fun _ => -(q 1 256)) t * 1) exact.l) 0 ∧
+    NormLe [true] (fun _ => sum (fun t => exact.p t * 1) exact.l - sum (fun t => exact.served (fun _ => -(q 1 256)) t * 1) exact.l)
+      (0 + q 1 256 / (1 - q 1 256) * q 255 256) :=
+  ⟨exact_sound, by decide, by decide, fun h => absurd h.2 (by decide), ⟨by decide, by decide⟩⟩
+
+/-- **A meter over another window than the engine's is wrong**: all radii are 0, so every form says 0, but an engine that
+attends the first token only is at `TV = ½` from the cell.
+
+Code: `witcert_core.meter.measure_rows` (`window_left`).
+`python: instance("exact").code("meter") < tv([1, 0], instance("exact").p) == Fraction(1, 2)` -/
+theorem another_window : exact.Sound ∧ exact.TV ≤ 0 ∧ q 1 2 ≤ tv (inWindow (fun b => b) exact.w exact.l) exact.p exact.l :=
+  ⟨exact_sound, by decide, by decide⟩
+
+/-- A heavy token that is lowered and a light one that is raised: `1/Z = 20/13`. -/
+def lowered : Cell Q Bool := cellOf [true, false] (q 9 10) (q 1 10) (q 2 1) (q 2 1) (q 1 2) (q 2 1)
+/-- **The own-distance form without its factor `A` is wrong**: values 0 and 1, `õ = 1/10`, `Σ w (e^c - 1)‖ṽ - õ‖ = 9/50`; the
+mean moves by `27/130`.
+
+Code: `witcert_core.output.output_bound`.
+`python: instance("lowered").mean([(r - 1) * d for r, d in zip(instance("lowered").r, (Fraction(1, 10), Fraction(9, 10)))]) == Fraction(9, 50) < instance("lowered").p[1] - Fraction(1, 10) == Fraction(27, 130)` -/
+theorem own_distance_needs_A : lowered.Sound ∧ lowered.mean (fun t => (lowered.r t - 1) * two (q 1 10) (q 9 10) t) ≤ q 9 50 ∧
+    q 9 50 < sum (fun t => (lowered.p t - lowered.w t) * two 0 1 t) lowered.l :=
+  ⟨cellOf_sound ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩,
+    by decide, lt_of_not (by decide)⟩
+
+/-- The first token raised, the second exact. -/
+def raised : Cell Q Bool := cellOf [true, false] (q 1 2) (q 1 2) (q 2 1) (q 1 1) (q 2 1) (q 1 1)
+/-- **Distances from another centre than `õ` need `η ‖m - õ‖`**: around the value 0 of the only token with a radius every summand is 0,
+but the mean of the values 0 and 1 moves by `1/6`.
+
+Code: `witcert_core.output.output_bound`.
+`python: instance("raised").mean([(r - 1) * d for r, d in zip(instance("raised").r, (0, 1))]) == 0 < instance("raised").w[1] - instance("raised").p[1] == Fraction(1, 6) <= instance("raised").eta * Fraction(1, 2)` -/
+theorem own_distance_needs_centre : raised.Sound ∧ raised.A * raised.mean (fun t => (raised.r t - 1) * two 0 1 t) ≤ 0 ∧
+    ¬ NormLe [true] (fun _ => sum (fun t => (raised.p t - raised.w t) * two 0 1 t) raised.l) (0 : Q) :=
+  ⟨cellOf_sound ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩,
+    by decide, fun h => absurd h.2 (by decide)⟩
 
 /-! ### Wrong accounting -/
 
