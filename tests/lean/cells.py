@@ -128,6 +128,15 @@ class Cell:
     def subsets(self) -> list[tuple[int, ...]]:
         return subsets(self.S)
 
+    def mass_p(self, s: Sequence[F | int]) -> F:
+        """Exact mass of a set."""
+        return sum((F(x) * p for x, p in zip(s, self.p, strict=True)), F(0))
+
+    def odds_gain(self, s: Sequence[F | int]) -> F:
+        """Compressed odds of a set over its exact ones."""
+        m, a = self.mass(s), self.mass_p(s)
+        return m * (1 - a) / (a * (1 - m))
+
     # --- jensen
 
     def jensen_n(self, m: F, u: F) -> F:

@@ -127,3 +127,7 @@ class FiniteSpace:
     def prob(self, event: Callable[[Any], bool]) -> Fraction:
         """Probability by counting."""
         return Fraction(sum(1 for o in self.outcomes if event(o)), len(self.outcomes))
+
+    def mean(self, value: Callable[[Any], Fraction]) -> Fraction:
+        """Expectation by counting."""
+        return mean(value(o) for o in self.outcomes)

@@ -244,7 +244,10 @@ theorem Sound.cast_sound : (x.cast e u).Sound := by
     refine div_le (hp t).2 (le_trans (h.upper t) ?_)
     exact le_trans (le_of_eq (div_mul_cancel hv).symm)
       (mul_le_mul_left (div_nonneg (le_of_lt (h.r_pos t)) hv) (hp t).1)
-/-- **A cast does not move the target**: exact attention is the same. -/
+/-- **A cast does not move the target**: exact attention is the same.
+
+Code: `witcert_core.tv.total_variation`.
+`python: close(tilted(share(served_relative), [a / (1 + e) for a, e in zip(head.cell.a, cast_errors)]), head.cell.p)` -/
 theorem Sound.cast_p (t : ι) : (x.cast e u).p t = x.p t := by
   have hc := h.cast_sound he hu
   have hp := fun t => (one_add_pos (he t) hu).2
