@@ -25,7 +25,7 @@ import WitCert.Probability.Law
 import WitCert.Probability.Dither
 import WitCert.Probability.Rounding
 import WitCert.Probability.TierD
-import WitCert.Probability.Prefix
+import WitCert.Probability.Joint
 import WitCert.Probability.Budget
 import WitCert.Chain
 import WitCert.Examples.Nat

@@ -128,15 +128,6 @@ class Cell:
     def subsets(self) -> list[tuple[int, ...]]:
         return subsets(self.S)
 
-    def mass_p(self, s: Sequence[F | int]) -> F:
-        """Exact mass of a set."""
-        return sum((F(x) * p for x, p in zip(s, self.p, strict=True)), F(0))
-
-    def odds_gain(self, s: Sequence[F | int]) -> F:
-        """Compressed odds of a set over its exact ones."""
-        m, a = self.mass(s), self.mass_p(s)
-        return m * (1 - a) / (a * (1 - m))
-
     # --- jensen
 
     def jensen_n(self, m: F, u: F) -> F:
@@ -172,6 +163,30 @@ class Cell:
             low, high = F(j, 2 * count), F(j + 1, 2 * count)
             spread = sqrt_up(high * (1 - high) * (self.Q - self.eta**2))
             n = self._peak(low, high, min(self.eta, high * (self.R - 1), high * self.eta + spread))
+            best = max(best, (1 - low) * n / (n + 1 - low))
+        return best
+
+    # --- jensen with something to spare
+
+    @property
+    def spare(self) -> F:
+        return F(1, 5) * self.eta
+
+    @property
+    def spare_radii(self) -> list[F]:
+        """Radii below the true ones, by ``spare`` in all."""
+        return [max(F(1), x - self.spare / (self.S * w)) for x, w in zip(self.r, self.w, strict=True)]
+
+    def joint_cells(self, count: int, radii: Sequence[F], spare: F) -> F:
+        """The bound on ``count`` uniform intervals from such radii."""
+        known, best = Cell(self.w, radii, self.a), F(0)
+        total = known.eta + spare
+        for j in range(count):
+            low, high = F(j, 2 * count), F(j + 1, 2 * count)
+            spread = sqrt_up(high * (1 - high) * (known.Q - known.eta**2))
+            cap = min(known.eta, high * (known.R - 1), high * known.eta + spread) + spare
+            u = min(cap, (1 - 2 * low + total) / 2)
+            n = high * total + (1 - 2 * low) * u + u * (total - u)
             best = max(best, (1 - low) * n / (n + 1 - low))
         return best
 

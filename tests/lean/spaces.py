@@ -26,6 +26,7 @@ from rational import (
 )
 
 from witcert_core.bounds import meter
+from witcert_core.bounds.joint import _tangents
 from witcert_core.budget import Budget
 from witcert_core.gates import Certified, GateState, block_risk
 
@@ -149,3 +150,31 @@ class GateRun:
             available=torch.ones(cell.S, dtype=torch.bool),
             block_bytes=1,
         )
+
+
+class JointNumbers:
+    """A dither law over a few tokens and the implementation's tangents to their errors."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.S = rng.randint(2, 4)
+        self.theta = math.sqrt(2.0 * math.log(2.0 / 10 ** rng.uniform(-6, -0.5)))
+
+        def numbers(low: float, high: float) -> torch.Tensor:
+            return torch.tensor([rng.uniform(low, high) for _ in range(self.S)], dtype=torch.float64)
+
+        self.sigma, self.bias = numbers(0.0, 0.5 * self.theta), numbers(0.0, 0.1)
+        self.log_ka = torch.tensor(self.theta**2 + rng.uniform(0, 1), dtype=torch.float64)
+        weight, sure = numbers(0.1, 1.0), torch.full((self.S,), 38.0, dtype=torch.float64)
+        slope = self.sigma / (self.theta - self.sigma)
+        half = 0.5 * self.log_ka
+        self.radius, self.mu = _tangents(weight / weight.sum(), slope, self.bias, sure, float(half), half)
+        self.deviations = [rng.uniform(0, 3 * self.theta) for _ in range(5)]
+
+    def error(self, t: int, y: float) -> F:
+        """``e^(b + sigma y)``, rounded down."""
+        return exp_down(F(float(self.bias[t] + self.sigma[t] * y)))
+
+    def tangent(self, t: int, y: float) -> F:
+        """``g + mu x``, rounded up."""
+        share = (self.theta - self.sigma[t]) * y - self.bias[t] - self.log_ka
+        return exp_up(F(float(self.radius[t]))) + F(float(self.mu)) * exp_up(F(float(share)))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import rational
 from cells import Cell, lean_instances, random_cell
-from spaces import BudgetNumbers, DitherSpace, GateRun
+from spaces import BudgetNumbers, DitherSpace, GateRun, JointNumbers
 from vectors import Head
 
 LEAN = Path(__file__).resolve().parents[2] / "lean"
@@ -87,6 +87,8 @@ class Names:
             "repaired": self.cell.repaired(*rng.sample(range(self.cell.S), rng.randint(1, self.cell.S))),
             "all_repaired": self.cell.repaired(*range(self.cell.S)),
             "gate": GateRun,
+            "joint": JointNumbers(rng),
+            "grown": [Fraction(rng.randint(1, 50), 7) for _ in range(self.cell.S)],
         }
 
     def scope(self, used: set[str]) -> dict[str, Any]:

@@ -72,18 +72,20 @@ structure JensenPoint (x : Cell α ι) (R m u : α) : Prop where
   u_le_eta : u ≤ x.eta
   u_le_max : u ≤ m * (R - 1)
   spread : (u - m * x.eta) * (u - m * x.eta) ≤ m * (1 - m) * (x.Q - x.eta * x.eta)
+  isSet : ∃ s, IsSet s ∧ x.mean s = m ∧ x.mean (fun t => s t * (x.r t - 1)) = u
   tv : x.TV ≤ jensenValue x.eta m u
 
 theorem set_point (h : x.Sound) {s : ι → α} (hs : IsSet s) (R : α) (hR : ∀ t, x.r t ≤ R) :
     let u := x.mean (fun t => s t * (x.r t - 1))
     0 ≤ x.mean s ∧ 0 ≤ u ∧ u ≤ x.eta ∧ u ≤ x.mean s * (R - 1) ∧
-      (u - x.mean s * x.eta) * (u - x.mean s * x.eta) ≤ x.mean s * (1 - x.mean s) * (x.Q - x.eta * x.eta) := by
+      (u - x.mean s * x.eta) * (u - x.mean s * x.eta) ≤ x.mean s * (1 - x.mean s) * (x.Q - x.eta * x.eta) ∧
+      ∃ s', IsSet s' ∧ x.mean s' = x.mean s ∧ x.mean (fun t => s' t * (x.r t - 1)) = u := by
   have h0 : 0 ≤ x.mean s := h.mean_nonneg (fun t => (hs.frac t).1)
   have hu0 : 0 ≤ x.mean (fun t => s t * (x.r t - 1)) := h.mean_nonneg (fun t => nonneg_mul (hs.frac t).1 (sub_nonneg (h.one_le_r t)))
   have hu1 : x.mean (fun t => s t * (x.r t - 1)) ≤ x.mean s * (R - 1) := by
     refine le_trans (h.mean_le (g := fun t => (R - 1) * s t) (fun t => ?_)) (le_of_eq ((x.mean_mul (R - 1) s).trans (mul_comm _ _)))
     exact le_cert (nonneg_mul (hs.frac t).1 (sub_nonneg (hR t))) (by ring)
-  refine ⟨h0, hu0, ?_, hu1, ?_⟩
+  refine ⟨h0, hu0, ?_, hu1, ?_, s, hs, rfl, rfl⟩
   · exact h.mean_le (fun t => le_cert (nonneg_mul (hs.frac t).2 (sub_nonneg (h.one_le_r t))) (by ring))
   · have sp := subset_spread h.w_nonneg hs (fun t => x.r t - 1) x.l h.w_sum rfl rfl rfl rfl (fun e => le_antisymm (by
       refine le_trans hu1 (le_of_eq ?_)
@@ -145,11 +147,11 @@ theorem Sound.jensen_point (h : x.Sound) (R : α) (hR : ∀ t, x.r t ≤ R) : �
     have hN : 0 ≤ jensenN x.eta m u := add_nonneg (add_nonneg (nonneg_mul hm h.eta_nonneg) (nonneg_mul (sub_nonneg hm2) hu)) (nonneg_mul hu (sub_nonneg hue))
     exact lt_of_lt_of_le (inv_pos zero_lt_two) (le_cert (add_nonneg hN (nonneg_mul half_nonneg (sub_nonneg hm2))) (eq_lin two_half (m - 1) (by ring)))
   cases le_total (2 * m) 1 with
-  | inl hm => exact ⟨m, u, P1.1, hm, P1.2.1, P1.2.2.1, P1.2.2.2.1, P1.2.2.2.2, le_div (hden P1.1 hm P1.2.1 P1.2.2.1) hodds⟩
+  | inl hm => exact ⟨m, u, P1.1, hm, P1.2.1, P1.2.2.1, P1.2.2.2.1, P1.2.2.2.2.1, P1.2.2.2.2.2, le_div (hden P1.1 hm P1.2.1 P1.2.2.1) hodds⟩
   | inr hm =>
     -- the complement is lighter, and its bound is larger
     have hm' : 2 * (1 - m) ≤ 1 := le_cert (sub_nonneg hm) (by ring)
-    refine ⟨1 - m, x.eta - u, P2.1, hm', P2.2.1, P2.2.2.1, P2.2.2.2.1, P2.2.2.2.2, le_div (hden P2.1 hm' P2.2.1 P2.2.2.1) ?_⟩
+    refine ⟨1 - m, x.eta - u, P2.1, hm', P2.2.1, P2.2.2.1, P2.2.2.2.1, P2.2.2.2.2.1, P2.2.2.2.2.2, le_div (hden P2.1 hm' P2.2.1 P2.2.2.1) ?_⟩
     have eN : jensenN x.eta (1 - m) (x.eta - u) = jensenN x.eta m u := by
       show (1 - m) * x.eta + (1 - 2 * (1 - m)) * (x.eta - u) + (x.eta - u) * (x.eta - (x.eta - u)) = m * x.eta + (1 - 2 * m) * u + u * (x.eta - u)
       ring
@@ -182,6 +184,72 @@ theorem Sound.jensen_point (h : x.Sound) (R : α) (hR : ∀ t, x.r t ≤ R) : �
       have k2 : 0 ≤ (N + m) * ((1 - m) * N - x.TV * (N + (1 - m))) := nonneg_mul (add_nonneg hN P1.1) (sub_nonneg hodds)
       exact le_cert (add_nonneg k k2) (by ring)
 
+/-- A cap of `u = Σ_S w (e^c - 1)` for a set of mass at most `m₁ ≤ ½`, as the code takes it. -/
+theorem Sound.cap (h : x.Sound) {s : ι → α} (hs : IsSet s) (R : α) (hR : ∀ t, x.r t ≤ R) {η V m₁ ub : α} (hη : x.eta ≤ η)
+    (hV : x.Q - x.eta * x.eta ≤ V) (hm : x.mean s ≤ m₁) (half : 2 * m₁ ≤ 1)
+    (hub : η ≤ ub ∨ m₁ * (R - 1) ≤ ub ∨ ∃ σ, 0 ≤ σ ∧ m₁ * (1 - m₁) * V ≤ σ * σ ∧ m₁ * η + σ ≤ ub) :
+    x.mean (fun t => s t * (x.r t - 1)) ≤ ub := by
+  have P := set_point h hs R hR
+  have hR1 : 0 ≤ R - 1 := sub_nonneg (le_trans h.one_le_A (h.A_le hR))
+  cases hub with
+  | inl k => exact le_trans P.2.2.1 (le_trans hη k)
+  | inr k => cases k with
+    | inl k => exact le_trans P.2.2.2.1 (le_trans (mul_le_mul_right hR1 hm) k)
+    | inr k => cases k with
+      | intro σ k =>
+        have h1 : m₁ ≤ 1 := le_of_mul_le zero_lt_two (le_trans half (le_cert zero_le_one (by ring)))
+        have hm1 : 0 ≤ m₁ := le_trans P.1 hm
+        have hV0 : 0 ≤ x.Q - x.eta * x.eta := sub_nonneg (h.mean_sq_le (fun t => x.r t - 1))
+        have hs : m₁ * (1 - m₁) * (x.Q - x.eta * x.eta) ≤ σ * σ :=
+          le_trans (mul_le_mul_left (nonneg_mul hm1 (sub_nonneg h1)) hV) k.2.1
+        have sm := spread_mono (μ := 1) P.1 hm h1 P.2.2.1 hV0 k.1 hs (le_trans (le_of_eq (by ring)) P.2.2.2.2.1)
+        exact le_cert (add_nonneg (add_nonneg (sub_nonneg sm) (nonneg_mul hm1 (sub_nonneg hη))) (sub_nonneg k.2.2)) (by ring)
+
+/-- **jensen with something to spare.** The true radii `e^c` are not known, only `e^{c_t} ≤ g_t + μ x_t` with `x ≥ 0` and
+`Σ w x ≤ 1`. Then `η` and the caps of `u`, taken from `g`, grow by `μ` once, and `TV ≤ B` as in `jensen`.
+
+Code: `witcert_core.bounds.jensen.bound_fields` (`Fields.spare`), `witcert_core.bounds.joint.bound`.
+`python: TV <= joint_cells(16, spare_radii, spare)` -/
+theorem Sound.tv_le_spare {κ : Type w} (h : x.Sound) (R' : α) (hR' : ∀ t, x.r t ≤ R') {g ξ : ι → α} {μ : α} (hμ : 0 ≤ μ)
+    (hg : ∀ t, 1 ≤ g t) (hξ0 : ∀ t, 0 ≤ ξ t) (hξ : x.mean ξ ≤ 1) (hr : ∀ t, x.r t ≤ g t + μ * ξ t) (R : α) (hR : ∀ t, g t ≤ R) {η V : α}
+    (hη : x.mean (fun t => g t - 1) ≤ η)
+    (hV : x.mean (fun t => (g t - 1) * (g t - 1)) - x.mean (fun t => g t - 1) * x.mean (fun t => g t - 1) ≤ V) (m₀ m₁ ub : κ → α) (B : α)
+    (cover : ∀ m, 0 ≤ m → 2 * m ≤ 1 → ∃ i, m₀ i ≤ m ∧ m ≤ m₁ i) (half : ∀ i, 2 * m₁ i ≤ 1)
+    (hub : ∀ i, η ≤ ub i ∨ m₁ i * (R - 1) ≤ ub i ∨ ∃ s, 0 ≤ s ∧ m₁ i * (1 - m₁ i) * V ≤ s * s ∧ m₁ i * η + s ≤ ub i)
+    (hB : ∀ i, jensenCell (η + μ) (m₀ i) (m₁ i) (min (ub i + μ) ((1 - 2 * m₀ i + (η + μ)) / 2)) ≤ B) : x.TV ≤ B := by
+  -- over any set the true radii exceed g by at most μ
+  have over : ∀ s : ι → α, (∀ t, 0 ≤ s t ∧ 0 ≤ 1 - s t) → x.mean (fun t => s t * (x.r t - 1)) ≤ x.mean (fun t => s t * (g t - 1)) + μ := fun s hs => by
+    have k : x.mean (fun t => s t * (x.r t - 1)) ≤ x.mean (fun t => 1 * (s t * (g t - 1)) + μ * ξ t) := h.mean_le (fun t =>
+      le_cert (add_nonneg (nonneg_mul (hs t).1 (sub_nonneg (hr t))) (nonneg_mul (hs t).2 (nonneg_mul hμ (hξ0 t)))) (by ring))
+    rw [mean_lin] at k
+    exact le_trans k (le_cert (nonneg_mul hμ (sub_nonneg hξ)) (by ring))
+  have hy : (Cell.mk x.l x.w g (fun _ => 1)).Sound := ⟨h.w_nonneg, h.w_sum, hg, fun t => le_trans (hg t) (le_of_eq (by ring)), hg⟩
+  have hηx : x.eta ≤ η + μ := by
+    have k := over (fun _ => 1) (fun _ => ⟨zero_le_one, le_of_eq (by ring)⟩)
+    rw [x.mean_congr (f := fun t => 1 * (x.r t - 1)) (g := fun t => x.r t - 1) (fun t => by ring),
+      x.mean_congr (f := fun t => 1 * (g t - 1)) (g := fun t => g t - 1) (fun t => by ring)] at k
+    exact le_trans k (add_le_add hη (le_refl μ))
+  cases h.jensen_point R' hR' with
+  | intro m H => cases H with
+    | intro u P => cases cover m P.m_nonneg P.m_le_half with
+      | intro i hi => cases P.isSet with
+        | intro s S =>
+          have huη : u ≤ η + μ := le_trans P.u_le_eta hηx
+          have hq : 0 < 1 - m := lt_of_lt_of_le (inv_pos zero_lt_two)
+            (le_cert (nonneg_mul half_nonneg (sub_nonneg P.m_le_half)) (eq_lin two_half (m - 1) (by ring)))
+          have hN : 0 ≤ jensenN x.eta m u := add_nonneg (add_nonneg (nonneg_mul P.m_nonneg h.eta_nonneg)
+            (nonneg_mul (sub_nonneg P.m_le_half) P.u_nonneg)) (nonneg_mul P.u_nonneg (sub_nonneg P.u_le_eta))
+          have hup : jensenN x.eta m u ≤ jensenN (η + μ) m u := le_cert
+            (add_nonneg (nonneg_mul P.m_nonneg (sub_nonneg hηx)) (nonneg_mul P.u_nonneg (sub_nonneg hηx))) (by
+              show m * (η + μ) + (1 - 2 * m) * u + u * (η + μ - u) - (m * x.eta + (1 - 2 * m) * u + u * (x.eta - u)) = _
+              ring)
+          refine le_trans P.tv (le_trans (harmonic_mono hq hN (le_refl _) hup) (le_trans ?_ (hB i)))
+          refine jensenValue_le_cell (le_trans P.u_nonneg huη) P.u_nonneg huη ?_ P.m_nonneg P.m_le_half hi.1 hi.2
+          have c : x.mean (fun t => s t * (g t - 1)) ≤ ub i :=
+            hy.cap S.1 R hR hη hV (show x.mean s ≤ m₁ i from by rw [S.2.1]; exact hi.2) (half i) (hub i)
+          rw [← S.2.2]
+          exact le_trans (over s S.1.frac) (add_le_add c (le_refl μ))
+
 /-- **jensen.** Let intervals `[m₀ i, m₁ i]` cover `[0, ½]`, let `ub i` be at least one of `η`, `m₁ (R - 1)`,
 `m₁ η + √(m₁ (1 - m₁) V)`, and let `B` be at least every interval's value at `ū = min(ub, (1 - 2 m₀ + η)/2)`. Then `TV ≤ B`,
 for `η` and `V` rounded up from `Σ w (e^c - 1)` and `Q - (Σ w (e^c - 1))²`.
@@ -193,35 +261,10 @@ theorem Sound.tv_le_jensen {κ : Type w} (h : x.Sound) (R : α) (hR : ∀ t, x.r
     (cover : ∀ m, 0 ≤ m → 2 * m ≤ 1 → ∃ i, m₀ i ≤ m ∧ m ≤ m₁ i) (half : ∀ i, 2 * m₁ i ≤ 1)
     (hub : ∀ i, η ≤ ub i ∨ m₁ i * (R - 1) ≤ ub i ∨ ∃ s, 0 ≤ s ∧ m₁ i * (1 - m₁ i) * V ≤ s * s ∧ m₁ i * η + s ≤ ub i)
     (hB : ∀ i, jensenCell η (m₀ i) (m₁ i) (min (ub i) ((1 - 2 * m₀ i + η) / 2)) ≤ B) : x.TV ≤ B := by
-  cases h.jensen_point R hR with
-  | intro m H => cases H with
-    | intro u P => cases cover m P.m_nonneg P.m_le_half with
-      | intro i hi =>
-        have huη : u ≤ η := le_trans P.u_le_eta hη
-        have hη0 : 0 ≤ η := le_trans P.u_nonneg huη
-        have hq : 0 < 1 - m := lt_of_lt_of_le (inv_pos zero_lt_two)
-          (le_cert (nonneg_mul half_nonneg (sub_nonneg P.m_le_half)) (eq_lin two_half (m - 1) (by ring)))
-        have hN : 0 ≤ jensenN x.eta m u := add_nonneg (add_nonneg (nonneg_mul P.m_nonneg h.eta_nonneg)
-          (nonneg_mul (sub_nonneg P.m_le_half) P.u_nonneg)) (nonneg_mul P.u_nonneg (sub_nonneg P.u_le_eta))
-        have hup : jensenN x.eta m u ≤ jensenN η m u := le_cert
-          (add_nonneg (nonneg_mul P.m_nonneg (sub_nonneg hη)) (nonneg_mul P.u_nonneg (sub_nonneg hη))) (by
-            show m * η + (1 - 2 * m) * u + u * (η - u) - (m * x.eta + (1 - 2 * m) * u + u * (x.eta - u)) = _
-            ring)
-        refine le_trans P.tv (le_trans (harmonic_mono hq hN (le_refl _) hup) (le_trans ?_ (hB i)))
-        refine jensenValue_le_cell hη0 P.u_nonneg huη ?_ P.m_nonneg P.m_le_half hi.1 hi.2
-        have hR1 : 0 ≤ R - 1 := sub_nonneg (le_trans h.one_le_A (h.A_le hR))
-        cases hub i with
-        | inl k => exact le_trans huη k
-        | inr k => cases k with
-          | inl k => exact le_trans P.u_le_max (le_trans (mul_le_mul_right hR1 hi.2) k)
-          | inr k => cases k with
-            | intro s k =>
-              have h1 : m₁ i ≤ 1 := le_of_mul_le zero_lt_two (le_trans (half i) (le_cert zero_le_one (by ring)))
-              have hm1 : 0 ≤ m₁ i := le_trans P.m_nonneg hi.2
-              have hV0 : 0 ≤ x.Q - x.eta * x.eta := sub_nonneg (h.mean_sq_le (fun t => x.r t - 1))
-              have hs : m₁ i * (1 - m₁ i) * (x.Q - x.eta * x.eta) ≤ s * s :=
-                le_trans (mul_le_mul_left (nonneg_mul hm1 (sub_nonneg h1)) hV) k.2.1
-              have sm := spread_mono (μ := 1) P.m_nonneg hi.2 h1 P.u_le_eta hV0 k.1 hs (le_trans (le_of_eq (by ring)) P.spread)
-              exact le_cert (add_nonneg (add_nonneg (sub_nonneg sm) (nonneg_mul hm1 (sub_nonneg hη))) (sub_nonneg k.2.2)) (by ring)
+  have z : ∀ y : α, y + 0 = y := fun y => by ring
+  refine h.tv_le_spare R hR (g := x.r) (ξ := fun _ => 0) (μ := 0) (le_refl 0) h.one_le_r (fun _ => le_refl 0)
+    (le_trans (le_of_eq (h.mean_const 0)) zero_le_one) (fun t => le_of_eq (by ring)) R hR hη hV m₀ m₁ ub B cover half hub (fun i => ?_)
+  rw [z, z]
+  exact hB i
 end Cell
 end WitCert
