@@ -6,6 +6,7 @@ import math
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 from rational import TINY, sqrt_up, subsets, tilted, tv
 
 from witcert_core.accumulate import accumulate_weights
-from witcert_core.bounds import FORMS, extremal, meter
+from witcert_core.bounds import FORMS, extremal, jensen, meter, needle
+from witcert_core.bounds._common import read
 from witcert_core.layout import AccField
 
 F = Fraction
@@ -166,29 +168,26 @@ class Cell:
             best = max(best, (1 - low) * n / (n + 1 - low))
         return best
 
-    # --- jensen with something to spare
+    # --- radii that are known up to something to spare
 
     @property
     def spare(self) -> F:
         return F(1, 5) * self.eta
 
-    @property
-    def spare_radii(self) -> list[F]:
-        """Radii below the true ones, by ``spare`` in all."""
-        return [max(F(1), x - self.spare / (self.S * w)) for x, w in zip(self.r, self.w, strict=True)]
+    def _known(self, tokens: Sequence[int]) -> SparedCell:
+        """Radii of these tokens below the true ones, by ``spare`` in all."""
+        share = {t: self.spare / (len(tokens) * self.w[t]) for t in tokens}
+        radii = [max(F(1), r - share[t]) if t in share else r for t, r in enumerate(self.r)]
+        return SparedCell(self.w, radii, self.a, self.spare)
 
-    def joint_cells(self, count: int, radii: Sequence[F], spare: F) -> F:
-        """The bound on ``count`` uniform intervals from such radii."""
-        known, best = Cell(self.w, radii, self.a), F(0)
-        total = known.eta + spare
-        for j in range(count):
-            low, high = F(j, 2 * count), F(j + 1, 2 * count)
-            spread = sqrt_up(high * (1 - high) * (known.Q - known.eta**2))
-            cap = min(known.eta, high * (known.R - 1), high * known.eta + spread) + spare
-            u = min(cap, (1 - 2 * low + total) / 2)
-            n = high * total + (1 - 2 * low) * u + u * (total - u)
-            best = max(best, (1 - low) * n / (n + 1 - low))
-        return best
+    @cached_property
+    def spared_all(self) -> SparedCell:
+        return self._known(range(self.S))
+
+    @cached_property
+    def spared_rest(self) -> SparedCell:
+        """The heaviest token's radius is true."""
+        return self._known(self.rest)
 
     # --- needle
 
@@ -301,6 +300,46 @@ class Cell:
     @property
     def blocked_A(self) -> F:
         return sum(self.r, F(0)) / self.S
+
+
+class SparedCell(Cell):
+    """Known radii: over any set of tokens, ``sum w (e^c - 1)`` of the true ones is larger by at most ``spare``."""
+
+    def __init__(self, w: Sequence[F], r: Sequence[F], a: Sequence[F], spare: F) -> None:
+        super().__init__(w, r, a)
+        self.over = spare
+        self.known_eta = self.mean([x - 1 for x in self.r])
+
+    @cached_property
+    def eta(self) -> F:
+        return self.known_eta + self.over
+
+    @cached_property
+    def A_r(self) -> F:
+        return sum((self.w[t] * self.r[t] for t in self.rest), F(0)) + self.over
+
+    def jensen_cells(self, count: int) -> F:
+        best = F(0)
+        for j in range(count):
+            low, high = F(j, 2 * count), F(j + 1, 2 * count)
+            spread = sqrt_up(high * (1 - high) * (self.Q - self.known_eta**2))
+            cap = min(self.known_eta, high * (self.R - 1), high * self.known_eta + spread) + self.over
+            n = self._peak(low, high, cap)
+            best = max(best, (1 - low) * n / (n + 1 - low))
+        return best
+
+    def spared_range(self, low: F, high: F) -> tuple[F, F]:
+        mu = 1 - self.w_h
+        known = self.A_r - self.over - mu
+        q_r = sum((self.w[t] * (self.r[t] - 1) ** 2 for t in self.rest), F(0))
+        r_max = max((self.r[t] for t in self.rest), default=F(1))
+        spread = sqrt_up(max(F(0), high * (mu - high) * (mu * q_r - known**2))) / mu
+        cap = min(known, high * (r_max - 1), high * known / mu + spread) + self.over
+        return mu - low + known + self.over - cap, mu - low + known + self.over
+
+    def code(self, form: str) -> F:
+        fields = replace(read(self.acc), spare=torch.tensor(float(self.over * (1 + TINY)), dtype=torch.float64))
+        return F(float({"jensen": jensen, "needle": needle}[form].bound_fields(fields))) * (1 + TINY)
 
 
 def random_cell(rng: random.Random) -> Cell:

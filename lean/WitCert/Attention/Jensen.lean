@@ -209,7 +209,7 @@ theorem Sound.cap (h : x.Sound) {s : ι → α} (hs : IsSet s) (R : α) (hR : �
 `Σ w x ≤ 1`. Then `η` and the caps of `u`, taken from `g`, grow by `μ` once, and `TV ≤ B` as in `jensen`.
 
 Code: `witcert_core.bounds.jensen.bound_fields` (`Fields.spare`), `witcert_core.bounds.joint.bound`.
-`python: TV <= joint_cells(16, spare_radii, spare)` -/
+`python: TV <= spared_all.jensen_cells(16) and TV <= spared_all.code("jensen")` -/
 theorem Sound.tv_le_spare {κ : Type w} (h : x.Sound) (R' : α) (hR' : ∀ t, x.r t ≤ R') {g ξ : ι → α} {μ : α} (hμ : 0 ≤ μ)
     (hg : ∀ t, 1 ≤ g t) (hξ0 : ∀ t, 0 ≤ ξ t) (hξ : x.mean ξ ≤ 1) (hr : ∀ t, x.r t ≤ g t + μ * ξ t) (R : α) (hR : ∀ t, g t ≤ R) {η V : α}
     (hη : x.mean (fun t => g t - 1) ≤ η)

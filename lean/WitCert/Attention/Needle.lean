@@ -22,13 +22,14 @@ structure Rest (x : Cell α ι) (i : ι) (l : List ι) (R μ A η Q : α) : Prop
   Q_eq : sum (fun t => x.w t * ((x.r t - 1) * (x.r t - 1))) l = Q
 
 /-- What is known of a set of the rest: mass `m` and `u = Σ_S w (e^c - 1)`. -/
-structure Reach (μ η W R m u : α) : Prop where
+structure Reach (x : Cell α ι) (l : List ι) (μ η W R m u : α) : Prop where
   m_nonneg : 0 ≤ m
   m_le : m ≤ μ
   u_nonneg : 0 ≤ u
   u_le : u ≤ η
   u_le_max : u ≤ m * (R - 1)
   spread : (μ * u - m * η) * (μ * u - m * η) ≤ m * (μ - m) * W
+  isSet : ∃ s, IsSet s ∧ sum (fun t => x.w t * s t) l = m ∧ sum (fun t => x.w t * (s t * (x.r t - 1))) l = u
 
 /-- The mean of a cell splits into the front token and the rest. -/
 theorem Rest.mean_split {x : Cell α ι} {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest x i l R μ A η Q) (f : ι → α) :
@@ -43,7 +44,7 @@ include h
 
 /-- A set of the rest reaches what `subset_spread` says. -/
 theorem reach {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest x i l R μ A η Q) {s : ι → α} (hs : IsSet s) :
-    Reach μ η (μ * Q - η * η) R (sum (fun t => x.w t * s t) l) (sum (fun t => x.w t * (s t * (x.r t - 1))) l) := by
+    Reach x l μ η (μ * Q - η * η) R (sum (fun t => x.w t * s t) l) (sum (fun t => x.w t * (s t * (x.r t - 1))) l) := by
   have hm0 : 0 ≤ sum (fun t => x.w t * s t) l := sum_nonneg l (fun t => nonneg_mul (h.w_nonneg t) (hs.frac t).1)
   have hu0 : 0 ≤ sum (fun t => x.w t * (s t * (x.r t - 1))) l :=
     sum_nonneg l (fun t => nonneg_mul (h.w_nonneg t) (nonneg_mul (hs.frac t).1 (sub_nonneg (h.one_le_r t))))
@@ -51,7 +52,7 @@ theorem reach {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest x i l R μ A 
     refine le_trans (sum_le_all l (AllOf.imp l (q := fun t => x.w t * (s t * (x.r t - 1)) ≤ (R - 1) * (x.w t * s t)) (fun t ht => ?_) hR.le_R))
       (le_of_eq ((sum_mul (R - 1) _ l).trans (mul_comm _ _)))
     exact le_cert (nonneg_mul (nonneg_mul (h.w_nonneg t) (hs.frac t).1) (sub_nonneg ht)) (by ring)
-  refine ⟨hm0, ?_, hu0, ?_, hmax, ?_⟩
+  refine ⟨hm0, ?_, hu0, ?_, hmax, ?_, s, hs, rfl, rfl⟩
   · rw [← hR.mass]
     exact sum_le l (fun t => le_cert (nonneg_mul (h.w_nonneg t) (hs.frac t).2) (by ring))
   · rw [← hR.η_eq]
@@ -73,7 +74,7 @@ and `TV + m ≤ a/(a + w_h e^{-c_h} + v)` with `v ≥ (μ - m)²/(A_r - a)`.
 Code: `witcert_core.bounds.needle._spared`.
 `python: h_raised or any(spared_point(m, u) for m, u in rest_sets)` -/
 theorem needle_outside_point {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest x i l R μ A η Q) (hi : x.raised i = 0) :
-    ∃ m u, ∃ v, Reach μ η (μ * Q - η * η) R m u ∧ 0 ≤ v ∧ (μ - m) * (μ - m) ≤ v * (μ - m + (η - u)) ∧ 0 < m + u + (x.w i / x.r i + v) ∧
+    ∃ m u, ∃ v, Reach x l μ η (μ * Q - η * η) R m u ∧ 0 ≤ v ∧ (μ - m) * (μ - m) ≤ v * (μ - m + (η - u)) ∧ 0 < m + u + (x.w i / x.r i + v) ∧
       (x.TV + m) * (m + u + (x.w i / x.r i + v)) ≤ m + u := by
   have at0 := h.attack
   have hs := at0.isSet
@@ -130,7 +131,7 @@ theorem needle_outside_point {i : ι} {l : List ι} {R μ A η Q : α} (hR : Res
 Code: `witcert_core.bounds.needle._refined` (`attacked`).
 `python: not h_raised or any(attacked_point(m, u) for m, u in rest_sets)` -/
 theorem needle_inside_point {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest x i l R μ A η Q) (hi : x.raised i = 1) :
-    ∃ m u, Reach μ η (μ * Q - η * η) R m u ∧ u ≤ x.eta ∧ m ≤ 1 ∧ x.TV ≤ m ∧ x.TV * (jensenN x.eta m u + m) ≤ m * jensenN x.eta m u := by
+    ∃ m u, Reach x l μ η (μ * Q - η * η) R m u ∧ u ≤ x.eta ∧ m ≤ 1 ∧ x.TV ≤ m ∧ x.TV * (jensenN x.eta m u + m) ≤ m * jensenN x.eta m u := by
   have at0 := h.attack
   have hs := at0.isSet
   have hre := h.reach hR hs.compl

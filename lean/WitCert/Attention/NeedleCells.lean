@@ -230,50 +230,61 @@ theorem attacked_interval {T η m u m₀ m₁ cap : α} (hm : 0 ≤ m) (hm1 : m 
     have k3 : 0 ≤ m * m₁ * (N' - N) := nonneg_mul (nonneg_mul hm hm1') (sub_nonneg hle)
     exact le_cert (add_nonneg k1 (add_nonneg k2 k3)) (by ring)
 
-/-- What the code computes in one interval `[m₀, m₁]`: `η`, `W` of the rest, `R` its largest `e^c`, `y ≤ w_h e^{-c_h}` and
-`f ≥ w_h(1 - e^{-c_h})`, `η'` of the whole cell, `cap` an upper bound on `u`; `B` is at least the value of both alternatives.
-The `spared` bound is asked for every `t`; three suffice (`spared_three`). -/
-structure NeedleCell (μ η W R y f η' B m₀ m₁ cap : α) : Prop where
+/-- What the code computes in one interval `[m₀, m₁]`: `η` of the rest, `y ≤ w_h e^{-c_h}` and `f ≥ w_h(1 - e^{-c_h})`, `η'` of the
+whole cell, `cap` an upper bound on `u`; `B` is at least the value of both alternatives. The `spared` bound is asked for every
+`t`; three suffice (`spared_three`). -/
+structure NeedleValue (μ η y f η' B m₀ m₁ cap : α) : Prop where
   low : m₀ < μ
   low_nonneg : 0 ≤ m₀
-  high : m₁ ≤ μ
-  cap_ok : η ≤ cap ∨ m₁ * (R - 1) ≤ cap ∨ ∃ s, 0 ≤ s ∧ m₁ * (μ - m₁) * W ≤ s * s ∧ m₁ * η + s ≤ μ * cap
   spared : ∀ t, μ - m₀ + (η - cap) ≤ t → μ - m₀ ≤ t → t ≤ μ - m₀ + η →
     sparedN (1 - m₀) ((1 - m₀) * (μ - m₀ + η) + m₁ * (f + (μ - m₀))) m₁ (μ - m₀) t ≤ B * sparedD (y + m₀ + (μ - m₀) + η) (μ - m₀) t
   attacked : ∀ N, N = m₁ * η' + (1 - 2 * m₀) * min cap ((1 - 2 * m₀ + η') / 2) + min cap ((1 - 2 * m₀ + η') / 2) * (η' - min cap ((1 - 2 * m₀ + η') / 2)) →
     m₁ * N ≤ B * (N + m₁) ∧ 0 < N + m₁
 
-/-- **needle, refined.** Intervals `[m₀ j, m₁ j]` cover the masses `[0, μ]` of the rest; if `B` is at least the code's value on
-every interval, with `h` attacked (`m₁ N̄/(m₁ + N̄)`) and with `h` spared (the largest `N(t)/D(t)`), then `TV ≤ B`, for
-accumulators rounded outward: `η`, `W`, `η'` up, `y = w_h e^{-c_h}` down, `f = w_h(1 - e^{-c_h})` up.
+/-- The same with the code's `cap`: `W` of the rest and `R` its largest `e^c`. -/
+structure NeedleCell (μ η W R y f η' B m₀ m₁ cap : α) : Prop where
+  value : NeedleValue μ η y f η' B m₀ m₁ cap
+  high : m₁ ≤ μ
+  cap_ok : η ≤ cap ∨ m₁ * (R - 1) ≤ cap ∨ ∃ s, 0 ≤ s ∧ m₁ * (μ - m₁) * W ≤ s * s ∧ m₁ * η + s ≤ μ * cap
 
-Code: `witcert_core.bounds.needle.bound`, `witcert_core.bounds.needle._refined`.
-`python: TV <= needle_intervals(16) and TV <= code("needle")` -/
-theorem Cell.Sound.tv_le_needle {ι κ : Type v} {x : Cell α ι} (h : x.Sound) {i : ι} {l : List ι} {R μ A η₀ Q : α}
-    (hR : Rest x i l R μ A η₀ Q) (hR1 : 1 ≤ R) (hμ : 0 < μ) {η W y f η' : α} (hη : η₀ ≤ η) (hW : μ * Q - η₀ * η₀ ≤ W)
-    (hy0 : 0 ≤ y) (hy : y ≤ x.w i / x.r i) (hf : x.w i - x.w i / x.r i ≤ f) (hη' : x.eta ≤ η') (m₀ m₁ cap : κ → α) (B : α)
-    (cover : ∀ m, 0 ≤ m → m ≤ μ → ∃ j, m₀ j ≤ m ∧ m ≤ m₁ j)
-    (hB : ∀ j, NeedleCell μ η W R y f η' B (m₀ j) (m₁ j) (cap j)) : x.TV ≤ B := by
+/-- The code's `cap` bounds `u` for every set of the rest of mass at most `m₁`. -/
+theorem Cell.Sound.needle_cap {ι : Type v} {x : Cell α ι} (h : x.Sound) {i : ι} {l : List ι} {R μ A η₀ Q : α}
+    (hR : Rest x i l R μ A η₀ Q) (hR1 : 1 ≤ R) (hμ : 0 < μ) {η W m₁ cap : α} (hη : η₀ ≤ η) (hW : μ * Q - η₀ * η₀ ≤ W) (high : m₁ ≤ μ)
+    (cap_ok : η ≤ cap ∨ m₁ * (R - 1) ≤ cap ∨ ∃ s, 0 ≤ s ∧ m₁ * (μ - m₁) * W ≤ s * s ∧ m₁ * η + s ≤ μ * cap)
+    {s : ι → α} (hs : IsSet s) (h1 : sum (fun t => x.w t * s t) l ≤ m₁) : sum (fun t => x.w t * (s t * (x.r t - 1))) l ≤ cap := by
   have hW0 : 0 ≤ μ * Q - η₀ * η₀ := by
     have cs := cauchy_schwarz_w h.w_nonneg (fun _ => 1) (fun t => x.r t - 1) l
     rw [sum_congr l (g := fun t => x.w t * (x.r t - 1)) (fun t => by ring), hR.η_eq,
       sum_congr l (f := fun t => x.w t * (1 * 1)) (g := x.w) (fun t => by ring), hR.mass, hR.Q_eq] at cs
     exact sub_nonneg cs
+  have k := h.reach hR hs
+  have hm1 := le_trans k.m_nonneg h1
+  cases cap_ok with
+  | inl c => exact le_trans k.u_le (le_trans hη c)
+  | inr c => cases c with
+    | inl c => exact le_trans k.u_le_max (le_trans (mul_le_mul_right (sub_nonneg hR1) h1) c)
+    | inr c => cases c with
+      | intro s c =>
+        have hs := le_trans (mul_le_mul_left (nonneg_mul hm1 (sub_nonneg high)) hW) c.2.1
+        have sm := spread_mono k.m_nonneg h1 high k.u_le hW0 c.1 hs k.spread
+        exact le_of_mul_le hμ (le_cert (add_nonneg (add_nonneg (sub_nonneg sm) (nonneg_mul hm1 (sub_nonneg hη))) (sub_nonneg c.2.2)) (by ring))
+
+/-- needle from any caps of `u` on the intervals. -/
+theorem Cell.Sound.tv_le_needle_caps {ι κ : Type v} {x : Cell α ι} (h : x.Sound) {i : ι} {l : List ι} {R μ A η₀ Q : α}
+    (hR : Rest x i l R μ A η₀ Q) {η y f η' : α} (hη : η₀ ≤ η)
+    (hy0 : 0 ≤ y) (hy : y ≤ x.w i / x.r i) (hf : x.w i - x.w i / x.r i ≤ f) (hη' : x.eta ≤ η') (m₀ m₁ cap : κ → α) (B : α)
+    (cover : ∀ m, 0 ≤ m → m ≤ μ → ∃ j, m₀ j ≤ m ∧ m ≤ m₁ j)
+    (caps : ∀ j s, IsSet s → sum (fun t => x.w t * s t) l ≤ m₁ j → sum (fun t => x.w t * (s t * (x.r t - 1))) l ≤ cap j)
+    (hB : ∀ j, NeedleValue μ η y f η' B (m₀ j) (m₁ j) (cap j)) : x.TV ≤ B := by
   have hw : x.w i + μ = 1 := by
     rw [← h.w_sum, hR.split, ← hR.mass]; rfl
   have hyp : x.w i / x.r i ≤ x.w i := div_le (h.r_pos i) (le_cert (nonneg_mul (h.w_nonneg i) (sub_nonneg (h.one_le_r i))) (by ring))
-  have hcap : ∀ {m u : α} (j : κ), Reach μ η₀ (μ * Q - η₀ * η₀) R m u → m ≤ m₁ j → u ≤ cap j := fun j k h1 => by
-    have C := hB j
-    have hm1 := le_trans k.m_nonneg h1
-    cases C.cap_ok with
-    | inl c => exact le_trans k.u_le (le_trans hη c)
-    | inr c => cases c with
-      | inl c => exact le_trans k.u_le_max (le_trans (mul_le_mul_right (sub_nonneg hR1) h1) c)
-      | inr c => cases c with
-        | intro s c =>
-          have hs := le_trans (mul_le_mul_left (nonneg_mul hm1 (sub_nonneg C.high)) hW) c.2.1
-          have sm := spread_mono k.m_nonneg h1 C.high k.u_le hW0 c.1 hs k.spread
-          exact le_of_mul_le hμ (le_cert (add_nonneg (add_nonneg (sub_nonneg sm) (nonneg_mul hm1 (sub_nonneg hη))) (sub_nonneg c.2.2)) (by ring))
+  have hcap : ∀ {m u : α} (j : κ), Reach x l μ η₀ (μ * Q - η₀ * η₀) R m u → m ≤ m₁ j → u ≤ cap j := fun j k h1 => by
+    cases k.isSet with
+    | intro s S =>
+      have c := caps j s S.1 (by rw [S.2.1]; exact h1)
+      rw [S.2.2] at c
+      exact c
   cases x.raised_isSet i with
   | inl hi => cases h.needle_outside_point hR hi with
     | intro m H => cases H with
@@ -314,4 +325,51 @@ theorem Cell.Sound.tv_le_needle {ι κ : Type v} {x : Cell α ι} (h : x.Sound) 
           have g := attacked_interval H.1.m_nonneg H.2.2.1 (le_trans h.eta_nonneg hη') H.1.u_nonneg (le_trans H.2.1 hη') (hcap j H.1 hj.2) hj.1 hj.2 H.2.2.2.1 hT
           have c := C.attacked _ rfl
           exact le_of_mul_le c.2 (le_trans (le_of_eq (mul_comm _ _)) (le_trans (le_trans g c.1) (le_of_eq (mul_comm _ _))))
+
+/-- **needle, refined.** Intervals `[m₀ j, m₁ j]` cover the masses `[0, μ]` of the rest; if `B` is at least the code's value on
+every interval, with `h` attacked (`m₁ N̄/(m₁ + N̄)`) and with `h` spared (the largest `N(t)/D(t)`), then `TV ≤ B`, for
+accumulators rounded outward: `η`, `W`, `η'` up, `y = w_h e^{-c_h}` down, `f = w_h(1 - e^{-c_h})` up.
+
+Code: `witcert_core.bounds.needle.bound`, `witcert_core.bounds.needle._refined`.
+`python: TV <= needle_intervals(16) and TV <= code("needle")` -/
+theorem Cell.Sound.tv_le_needle {ι κ : Type v} {x : Cell α ι} (h : x.Sound) {i : ι} {l : List ι} {R μ A η₀ Q : α}
+    (hR : Rest x i l R μ A η₀ Q) (hR1 : 1 ≤ R) (hμ : 0 < μ) {η W y f η' : α} (hη : η₀ ≤ η) (hW : μ * Q - η₀ * η₀ ≤ W)
+    (hy0 : 0 ≤ y) (hy : y ≤ x.w i / x.r i) (hf : x.w i - x.w i / x.r i ≤ f) (hη' : x.eta ≤ η') (m₀ m₁ cap : κ → α) (B : α)
+    (cover : ∀ m, 0 ≤ m → m ≤ μ → ∃ j, m₀ j ≤ m ∧ m ≤ m₁ j)
+    (hB : ∀ j, NeedleCell μ η W R y f η' B (m₀ j) (m₁ j) (cap j)) : x.TV ≤ B := by
+  exact h.tv_le_needle_caps hR hη hy0 hy hf hη' m₀ m₁ cap B cover
+    (fun j _ hs h1 => h.needle_cap hR hR1 hμ hη hW (hB j).high (hB j).cap_ok hs h1) (fun j => (hB j).value)
+
+/-- **needle with something to spare.** Of the rest only `e^{c_t} ≤ g_t + μ' x_t` is known, with `x ≥ 0` and `Σ w x ≤ 1`; the heaviest token
+has a radius of its own. `η`, `η'` and the caps of `u`, taken from `g`, grow by `μ'` once, and `TV ≤ B` as in `needle`.
+
+Code: `witcert_core.bounds.needle.bound_fields` (`Fields.spare`), `witcert_core.bounds.joint.bound`.
+`python: TV <= spared_rest.needle_intervals(16) and TV <= spared_rest.code("needle")` -/
+theorem Cell.Sound.tv_le_needle_spare {ι κ : Type v} {x : Cell α ι} (h : x.Sound) {i : ι} {l : List ι} {R' R μ A η₀ Q A' η₁ Q' : α}
+    (hR : Rest x i l R' μ A η₀ Q) {g ξ : ι → α} {μ' : α} (hμ' : 0 ≤ μ') (hg : ∀ t, 1 ≤ g t) (hξ0 : ∀ t, 0 ≤ ξ t)
+    (hξ : sum (fun t => x.w t * ξ t) l ≤ 1) (hr : ∀ t, x.r t ≤ g t + μ' * ξ t)
+    (hG : Rest (Cell.mk x.l x.w g (fun _ => 1)) i l R μ A' η₁ Q') (hR1 : 1 ≤ R) (hμ : 0 < μ) {η W y f η' : α} (hη : η₁ ≤ η) (hW : μ * Q' - η₁ * η₁ ≤ W)
+    (hy0 : 0 ≤ y) (hy : y ≤ x.w i / x.r i) (hf : x.w i - x.w i / x.r i ≤ f) (hη' : x.w i * (x.r i - 1) + η ≤ η') (m₀ m₁ cap : κ → α) (B : α)
+    (cover : ∀ m, 0 ≤ m → m ≤ μ → ∃ j, m₀ j ≤ m ∧ m ≤ m₁ j) (high : ∀ j, m₁ j ≤ μ)
+    (hcap : ∀ j, η ≤ cap j ∨ m₁ j * (R - 1) ≤ cap j ∨ ∃ s, 0 ≤ s ∧ m₁ j * (μ - m₁ j) * W ≤ s * s ∧ m₁ j * η + s ≤ μ * cap j)
+    (hB : ∀ j, NeedleValue μ (η + μ') y f (η' + μ') B (m₀ j) (m₁ j) (cap j + μ')) : x.TV ≤ B := by
+  have hy1 : (Cell.mk x.l x.w g (fun _ => 1)).Sound := ⟨h.w_nonneg, h.w_sum, hg, fun t => le_trans (hg t) (le_of_eq (by ring)), hg⟩
+  have over : ∀ s : ι → α, (∀ t, 0 ≤ s t ∧ 0 ≤ 1 - s t) →
+      sum (fun t => x.w t * (s t * (x.r t - 1))) l ≤ sum (fun t => x.w t * (s t * (g t - 1))) l + μ' := fun s hs => by
+    have k : sum (fun t => x.w t * (s t * (x.r t - 1))) l ≤ sum (fun t => 1 * (x.w t * (s t * (g t - 1))) + μ' * (x.w t * ξ t)) l := sum_le l (fun t =>
+      le_cert (nonneg_mul (h.w_nonneg t) (add_nonneg (nonneg_mul (hs t).1 (sub_nonneg (hr t))) (nonneg_mul (hs t).2 (nonneg_mul hμ' (hξ0 t))))) (by ring))
+    rw [sum_lin2] at k
+    exact le_trans k (le_cert (nonneg_mul hμ' (sub_nonneg hξ)) (by ring))
+  have e1 : η₀ ≤ η + μ' := by
+    have k := over (fun _ => 1) (fun _ => ⟨zero_le_one, le_of_eq (by ring)⟩)
+    rw [sum_congr l (f := fun t => x.w t * (1 * (x.r t - 1))) (g := fun t => x.w t * (x.r t - 1)) (fun t => by ring), hR.η_eq,
+      sum_congr l (f := fun t => x.w t * (1 * (g t - 1))) (g := fun t => x.w t * (g t - 1)) (fun t => by ring),
+      show sum (fun t => x.w t * (g t - 1)) l = η₁ from hG.η_eq] at k
+    exact le_trans k (add_le_add hη (le_refl μ'))
+  have e2 : x.eta ≤ η' + μ' := by
+    show x.mean (fun t => x.r t - 1) ≤ _
+    rw [hR.mean_split, hR.η_eq]
+    exact le_cert (add_nonneg (sub_nonneg e1) (sub_nonneg hη')) (by ring)
+  refine h.tv_le_needle_caps hR e1 hy0 hy hf e2 m₀ m₁ (fun j => cap j + μ') B cover (fun j s hs h1 => ?_) hB
+  exact le_trans (over s hs.frac) (add_le_add (hy1.needle_cap hG hR1 hμ hη hW (high j) (hcap j) hs h1) (le_refl μ'))
 end WitCert

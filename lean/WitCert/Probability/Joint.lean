@@ -72,7 +72,7 @@ theorem Cell.Sound.joint_event {x : Cell α ι} (h : x.Sound) {X : ι → α} {K
 /-- **The bound on `A` by iteration**: from `r_t ≤ g_t + μ x_t` and `Σ w x ≤ 1` follows `A ≤ Σ w g + μ`.
 
 Code: `witcert_core.bounds.joint.bound` (`log_a`).
-`python: A <= cell.mean(spare_radii) + spare` -/
+`python: A <= spared_all.mean(spared_all.r) + spare` -/
 theorem Cell.Sound.joint_A {x : Cell α ι} (h : x.Sound) {g ξ : ι → α} {μ : α} (hμ : 0 ≤ μ) (hξ : x.mean ξ ≤ 1)
     (hr : ∀ t, x.r t ≤ g t + μ * ξ t) : x.A ≤ x.mean g + μ := by
   have k := h.mean_le (g := fun t => 1 * g t + μ * ξ t) (fun t => le_trans (hr t) (le_of_eq (by ring)))
