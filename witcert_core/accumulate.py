@@ -104,9 +104,21 @@ def accumulate_weights(p: Tensor, c: Tensor) -> Tensor:
     return _weight_fields(p.to(torch.float64).log(), c.to(torch.float64), None)
 
 
+def heaviest(p: Tensor) -> Tensor:
+    """Index ``[..., 1]`` of the token that the fields of :func:`accumulate_weights` keep apart, for ``p [..., S]``.
+
+    Taken from the weights as they are summed: two that differ in their last bit may have changed places in them.
+    """
+    return _floored(p.to(torch.float64).log()).exp().argmax(dim=-1, keepdim=True)
+
+
+def _floored(log_p: Tensor) -> Tensor:
+    return log_p.clamp(min=math.log(LEAST_WEIGHT))
+
+
 def _weight_fields(log_p: Tensor, radius: Tensor, outputs: dict[AccField, Tensor] | None) -> Tensor:
     """``[..., 16]`` of the logarithms of the weights; without `outputs` those fields are infinite."""
-    log_weight = log_p.clamp(min=math.log(LEAST_WEIGHT))
+    log_weight = _floored(log_p)
     weight = log_weight.exp()
     bad = (weight.isnan() | radius.isnan() | (radius < 0)).any(dim=-1)
     radius = floored_radius(radius)

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from witcert_core.accumulate import accumulate_weights
+from witcert_core.accumulate import accumulate_weights, heaviest
 from witcert_core.bounds import joint, meter
 from witcert_core.dither import DitherKey, dequantize_int8, quantize_int8, rows
 from witcert_core.errors import BudgetError, InputError
+from witcert_core.layout import AccField
 from witcert_core.radii import dither_law, radius_dither
 from witcert_core.tv import total_variation
 
@@ -104,6 +105,16 @@ def test_a_heavy_token_is_treated_apart():
     p = torch.full((1, 100), 0.001 / 99, dtype=torch.float64)
     p[0, 0] = 0.999
     assert joint.bound(p, sigma, 0 * sigma, 20 * sigma, 1e-6)[0] < 0.002
+
+
+def test_it_keeps_the_token_apart_that_the_sums_keep_apart():
+    """Weights that differ in their last bit may change places in a logarithm; which of them `needle` lowers must not."""
+    first = 0.4 + 0.2 * torch.rand(50000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p = torch.stack([first, torch.nextafter(first, torch.ones_like(first))], dim=-1)
+    c = torch.tensor([0.1, 0.2], dtype=torch.float64).expand_as(p)
+    apart = heaviest(p)
+    assert (apart != p.argmax(-1, keepdim=True)).any()
+    assert (accumulate_weights(p, c)[:, AccField.C_H] == c.gather(-1, apart)[:, 0]).all()
 
 
 def test_exact_tokens_move_nothing():

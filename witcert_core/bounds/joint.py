@@ -29,7 +29,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from witcert_core.accumulate import accumulate_weights
+from witcert_core.accumulate import accumulate_weights, heaviest
 from witcert_core.bounds import jensen, needle
 from witcert_core.bounds._common import MAX_RADIUS, Fields, finish, read
 from witcert_core.errors import BudgetError, InputError
@@ -80,7 +80,7 @@ def bound(p: Tensor, sigma: Tensor, bias: Tensor, certain: Tensor, delta: float)
         total = (weight * radius.exp()).sum(-1) + spare
         log_a = torch.minimum(log_a, (total.log() * _UP + _LEAST).clamp(min=0.0))
     every = _fields(weight, *_tangents(weight, slope, offset, sure, log_k, log_a))
-    h = weight.argmax(-1, keepdim=True)
+    h = heaviest(weight)
     # The heaviest token by itself: p~_h x_h <= 1. The tangents of the others then need not mind it.
     alone = (offset + slope * (log_k + log_a[..., None] + offset - weight.log())).gather(-1, h) * _UP
     radius, spare = _tangents(weight.scatter(-1, h, 0.0), slope, offset, sure, log_k, log_a)
