@@ -108,7 +108,7 @@ def test_a_heavy_token_is_treated_apart():
 
 
 def test_it_keeps_the_token_apart_that_the_sums_keep_apart():
-    """Weights that differ in their last bit may change places in a logarithm; which of them `needle` lowers must not."""
+    """Weights that differ in their last bit may change places in a logarithm; what `needle` lowers must not."""
     first = 0.4 + 0.2 * torch.rand(50000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     p = torch.stack([first, torch.nextafter(first, torch.ones_like(first))], dim=-1)
     c = torch.tensor([0.1, 0.2], dtype=torch.float64).expand_as(p)
