@@ -15,7 +15,7 @@ from torch import Tensor
 
 from witcert_core.budget import Budget
 from witcert_core.policy import parse_policy
-from witcert_core.report.claims import NOT_FROM_ITS_START, SAMPLED_PREFIX
+from witcert_core.report.claims import AFTER_ITS_ANSWER, NOT_FROM_ITS_START, SAMPLED_PREFIX
 from witcert_core.report.state import LAW_WITHDRAWN
 from witcert_core.rotary import RotarySpec
 from witcert_core.serving import rows
@@ -185,6 +185,15 @@ def test_a_first_answer_token_that_a_preemption_turned_into_prompt_counts_as_sam
     served.step("first", again, 9, True)
     step = served.step("second", torch.cat([again, MORE]), 5, True)
     assert step.without_law == {0: SAMPLED_PREFIX}
+
+
+def test_a_session_whose_prompt_goes_on_after_its_own_answer_claims_tier_w(served: Served) -> None:
+    """vLLM's streaming input appends to the prompt of a running request what its client wrote after an answer."""
+    step = served.step("first", torch.cat([FIRST, ANSWER, MORE]), 5, True)
+    assert (step.layers[0].delta_loc == 0).all()
+    summary = served.summary("first")
+    assert summary["tier"] == "witness"
+    assert AFTER_ITS_ANSWER in summary["claim"]
 
 
 def test_slots_filled_from_elsewhere_count_as_sampled(served: Served) -> None:

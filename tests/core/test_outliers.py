@@ -66,12 +66,20 @@ def test_short_passes_are_written_again_in_their_order() -> None:
         again[0].run(None, None)
 
 
-def test_a_choice_that_stays_writes_nothing_again() -> None:
+def test_what_is_written_again_gets_the_row_of_the_pass_that_chose() -> None:
+    """Also where the choice stays: another layer's may not, and a slot has one row for all layers.
+
+    Tokens sampled over keys with the old row may have a part in the choice, and so in these keys' new scales.
+    """
     packed = cache()
     choice = OutlierChoice(packed)
     choice.before(call(6, 9))
-    assert choice.before(call(ENOUGH, 3)) is None
+    packed.row_ids[6 : 6 + ENOUGH] = 2
+    again = choice.before(call(ENOUGH, 3, first_slot=6))
+    assert again is not None
+    assert [c.slots.tolist() for c in again] == [list(range(6))]
     assert chosen(packed) == PAIR[9].tolist()
+    assert packed.row_ids[: 6 + ENOUGH].tolist() == [2] * (6 + ENOUGH)
 
 
 def test_what_is_kept_is_bounded_and_replays_end_it() -> None:

@@ -7,6 +7,7 @@ from witcert_core.quantizers.base import Tier
 LOCAL = "local to a layer: nothing is claimed end to end"
 NON_ADAPTIVE = "non-adaptive queries: texts fixed before the cached prefix was written"
 SAMPLED_PREFIX = "its cached prefix holds tokens that were sampled, or loaded, before"
+AFTER_ITS_ANSWER = "its text goes on after an answer of its own"
 NOT_FROM_ITS_START = "what it has spent of its failure probability is not known"
 
 

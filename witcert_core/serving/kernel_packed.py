@@ -286,6 +286,7 @@ class KernelPacked(PackedStorage):
         bypassed.keep.scatter_(1, layer.channels, 0)
         bypassed.channels.copy_(layer.channels)
         for written in earlier:
+            self.row_bits[written.slots] = self.encoder.row_ids[written.slots].to(torch.int32)
             self.append(written, written.slots)
 
     def _cells(

@@ -2,7 +2,8 @@
 
 The first keys an engine computes are often nobody's: a warm-up prompt of a few words, a health check of one token.
 Channels chosen from those serve at once, but their tokens are kept exactly, and a first longer pass chooses again from
-all of them: then they are written once more. After that the choice is final.
+all of them: then they are written once more, under the dither row of that pass. Some of them were sampled over keys
+with the old row, which the scales chosen now must not depend on. After that the choice is final.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class OutlierChoice:
         self._kept.clear()
 
     def before(self, call: AttentionCall) -> list[AttentionCall] | None:
-        """Decide before `call` is written. None if its layer's channels stay what they were, else the calls that must
-        be written again, in that order (none of them when nothing was written before)."""
+        """Decide before `call` is written. None if its layer's choice is not made now, else the calls that must be
+        written again, in that order (none of them when nothing was written before); their slots have this pass's row,
+        in all layers, each of which decides in the same pass."""
         kept = self._kept.get(call.layer)
         if kept is None:
             return None
@@ -46,10 +48,12 @@ class OutlierChoice:
         if not final and before is not None:
             kept.append(_copied(call))
             return None
-        chosen = self.cache.choose(call.layer, torch.cat([*(other.exact_k for other in kept), call.exact_k]))
+        self.cache.choose(call.layer, torch.cat([*(other.exact_k for other in kept), call.exact_k]))
         if final:
             del self._kept[call.layer]
-            return None if before is not None and torch.equal(chosen, before) else kept
+            for other in kept:
+                self.cache.row_ids[other.slots] = self.cache.row_ids[call.slots[:1]]
+            return kept
         kept.append(_copied(call))
         return []
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from witcert_core.report.claims import NOT_FROM_ITS_START
+from witcert_core.report.claims import AFTER_ITS_ANSWER, NOT_FROM_ITS_START
 from witcert_core.serving.forgotten import Forgotten
 
 if TYPE_CHECKING:
@@ -221,6 +221,9 @@ class RowPlanner:
             if decoding and not counts.reached and not counts.without_law:
                 # No request begins with a generated token: an earlier pass of this one went by, or was forgotten.
                 counts.sampled_from, counts.without_law = 0, NOT_FROM_ITS_START
+            answered = counts.sampled_from is not None and counts.sampled_from < prefix >= counts.reached
+            if request.prefilling and answered and not counts.without_law:
+                counts.without_law = AFTER_ITS_ANSWER  # the prompt of a session grows turn by turn
             generated, looked = counts.follow(prefix, new, decoding, request.prefilling)
             plan.generated.append(generated)
             if looked:
