@@ -51,7 +51,7 @@ class LayerCall:
 class RequestRows:
     """The rows of one request in this pass: q [R, Hq, D], their positions, slots [S] of positions 0..S-1.
 
-    delta_loc: failure probability each cell may spend. audited: bool [R].
+    delta_loc: failure probability each cell may spend. audited: bool [R]. outputs [R, Hq, Dv] the engine's, for audits.
     """
 
     request_id: str
@@ -60,6 +60,7 @@ class RequestRows:
     slots: Tensor
     delta_loc: float
     audited: Tensor
+    outputs: Tensor | None = None
 
 
 @dataclass(frozen=True)

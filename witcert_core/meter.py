@@ -6,13 +6,14 @@ Reference path, float64, one row at a time. The kernels produce the same accumul
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from witcert_core.audit import Attended, Audit, Read, compare_rows, in_window
 from witcert_core.bounds import FORM_NAMES
 from witcert_core.cells import Stored, Terms, bounds_of, in_rows, sum_terms
 from witcert_core.errors import InputError
@@ -20,7 +21,7 @@ from witcert_core.kernel_error import KernelArithmetic, kernel_radius
 from witcert_core.layout import AccField
 from witcert_core.side_by_side import SideBySide, side_by_side
 from witcert_core.suggest import did_you_mean, listed
-from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
+from witcert_core.tv import attention_logits
 
 MAX_CELLS = 4096
 """Cells whose bounds are taken at a time: a few megabytes for each of their grids."""
@@ -43,6 +44,8 @@ class CellBatch:
         tv_audit: ``[R, H]`` true TV where audited and NaN elsewhere, or ``None`` when no row was.
         delta_loc: ``[R]`` float64 failure probability spent per cell, 0 for tier W.
         floor: ``[R, H]`` TV is at least this; 0 where the residuals have no sketch.
+        excess: ``[R, H]`` how much further the engine's output is from attention over what is stored than its kernel's
+            rounding may take it, NaN where not audited, or ``None``. Above 0 the bound is of other weights than served.
     """
 
     acc: Tensor
@@ -56,6 +59,7 @@ class CellBatch:
     tv_audit: Tensor | None
     delta_loc: Tensor
     floor: Tensor
+    excess: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,8 @@ class Summed:
     has_sink: bool
     num_visible: Tensor
     num_quantized: Tensor
-    tv_audit: Tensor | None
+    audit: Audit | None
     delta_loc: Tensor
-
-
-Read = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Slots int64 ``[S]`` -> keys ``[S, Hkv, D]`` and values ``[S, Hkv, Dv]``."""
 
 
 class Radii(Protocol):
@@ -127,6 +127,7 @@ def measure(
     arithmetic: KernelArithmetic | None = None,
     exact_k: Tensor | None = None,
     audit_rows: Tensor | None = None,
+    outputs: Sequence[Tensor | None] | None = None,
 ) -> CellBatch:
     """Meter ``R`` query rows of one layer; the rows and tokens as FlashInfer is given them.
 
@@ -158,6 +159,7 @@ def measure(
         arithmetic=arithmetic,
         exact_k=exact_k,
         audit_rows=audit_rows,
+        outputs=outputs,
     )
     return bound_cells([summed])[0]
 
@@ -177,6 +179,7 @@ def measure_rows(
     arithmetic: KernelArithmetic | None = None,
     exact_k: Tensor | None = None,
     audit_rows: Tensor | None = None,
+    outputs: Sequence[Tensor | None] | None = None,
 ) -> Summed:
     """Sum up ``R`` query rows of one layer; :func:`bound_cells` makes cells of the sums.
 
@@ -197,13 +200,13 @@ def measure_rows(
         arithmetic: of the engine's kernel; by default the least exact one that the dtypes allow.
         exact_k: ``[SLOTS, Hkv, D]`` exact keys, for audits.
         audit_rows: bool ``[R]``, rows whose true TV is computed.
+        outputs: per row what the engine made of it, ``[H, Dv]``, for audits; None where what it read is not known.
 
     Raises:
         InputError: a row that sees nothing, an unknown form, an audit without keys.
     """
     _check_options(form, exact_k, audit_rows)
-    if window_left >= 0:
-        seen = [slots[-(window_left + 1) :] for slots in seen]
+    seen = [in_window(slots, window_left) for slots in seen]
     for r, slots in enumerate(seen):
         if slots.numel() == 0:
             raise InputError(f"row {r} sees no token; leave padded rows out of the batch")
@@ -246,18 +249,17 @@ def measure_rows(
         order += batch.rows
         quantized[batch.rows] = batch.counts(~radii.exact_heads(flat), heads)
 
-    truth = None
-    if audit_rows is not None and exact_k is not None and bool(audit_rows.any()):
-        truth = torch.full((num_rows, heads), float("nan"), dtype=torch.float64, device=q.device)
-        for r in audit_rows.nonzero().flatten().tolist():
-            truth[r] = true_tv(q[r], read(seen[r])[0], exact_k[seen[r]], sm_scale, logits_soft_cap, sinks)
+    found = None
+    if audit_rows is not None and exact_k is not None:
+        how = Attended(sm_scale, logits_soft_cap, sinks, arithmetic)
+        found = compare_rows(q, outputs or [None] * num_rows, seen, read, exact_k.__getitem__, audit_rows, how)
     return Summed(
         terms=in_rows(parts, order, heads, q.device),
         form=form,
         has_sink=sinks is not None,
         num_visible=torch.tensor([slots.numel() for slots in seen], dtype=torch.int64, device=q.device),
         num_quantized=quantized,
-        tv_audit=truth,
+        audit=found,
         delta_loc=torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=q.device),
     )
 
@@ -282,11 +284,11 @@ def cell_batch(
     has_sink: bool,
     num_visible: Tensor,
     num_quantized: Tensor,
-    tv_audit: Tensor | None,
+    audit: Audit | None,
     delta_loc: Tensor,
 ) -> CellBatch:
     """Bounds of the cells whose terms ``[R, H, ...]`` are given; the other fields as in :class:`CellBatch`."""
-    return _bounded([Summed(terms, form, has_sink, num_visible, num_quantized, tv_audit, delta_loc)])[0]
+    return _bounded([Summed(terms, form, has_sink, num_visible, num_quantized, audit, delta_loc)])[0]
 
 
 def bound_cells(layers: Sequence[Summed]) -> list[CellBatch]:
@@ -315,9 +317,10 @@ def _bounded(layers: list[Summed]) -> list[CellBatch]:
             out_norm=own.norm,
             num_visible=layer.num_visible.cpu(),
             num_quantized=layer.num_quantized.cpu(),
-            tv_audit=None if layer.tv_audit is None else layer.tv_audit.cpu(),
+            tv_audit=None if layer.audit is None else layer.audit.tv,
             delta_loc=layer.delta_loc.cpu(),
             floor=bounds.floor[i],
+            excess=None if layer.audit is None else layer.audit.excess,
         )
         for i, (layer, own) in enumerate(zip(layers, terms, strict=True))
     ]
@@ -341,18 +344,6 @@ def centred(
         return logits, v, None
     corrected = attention_logits(q, wide - residuals[0], sm_scale, logits_soft_cap)
     return corrected, v - residuals[1], Stored(logits, v)
-
-
-def true_tv(
-    q: Tensor, stored: Tensor, exact: Tensor, sm_scale: float, soft_cap: float, sinks: Tensor | None
-) -> Tensor:
-    """True TV ``[H]``: exact weights in float64 against compressed ones in float32, as in an engine.
-
-    Weights in float32 may sum to a little more than 1, and disjoint ones then be further apart than distributions are.
-    """
-    truth = attention_logits(q.to(torch.float64), exact.to(torch.float64), sm_scale, soft_cap)
-    single = attention_logits(q.to(torch.float32), stored.to(torch.float32), sm_scale, soft_cap)
-    return total_variation(softmax_with_sink(truth, sinks), softmax_with_sink(single, sinks)).clamp(max=1.0)
 
 
 def _check(

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from witcert_core.audit import Attended, Audit, compare_rows
 from witcert_core.cells import Terms
 from witcert_core.errors import PluginError
 from witcert_core.gated_rows import GatedRows, LayerCall, Looked, RequestRows, terms_of, together
 from witcert_core.gates import CellStatus, Gate, GateDecision, GateState
+from witcert_core.kernel_error import KernelArithmetic
 from witcert_core.layout import AccField
-from witcert_core.meter import Summed, true_tv
+from witcert_core.meter import Summed
 from witcert_core.shadow import ShadowStore
 from witcert_core.side_by_side import side_by_side
 from witcert_core.sides import Side, Sides
@@ -123,15 +125,17 @@ class BlockRepairer:
         return outcomes
 
     def _outcome(self, call: LayerCall, rows: RequestRows, heads: list[_HeadOutcome]) -> Outcome:
-        truths = [head.truth for head in heads if head.truth is not None]
+        audits = [head.audit for head in heads if head.audit is not None]
         certain = [head.certain for head in heads if head.certain is not None]
         has_sink = call.sinks is not None
-        truth = torch.cat(truths, 1) if truths else None
+        audit = None
+        if audits:
+            audit = Audit(torch.cat([x.tv for x in audits], 1), torch.cat([x.excess for x in audits], 1))
         quantized = _side_by_side([head.quantized for head in heads], len(rows.q))
         visible = rows.positions + 1 if call.window_left < 0 else (rows.positions + 1).clamp(max=call.window_left + 1)
         seen = visible, quantized
         return Outcome(
-            cells=_merge([head.terms for head in heads], seen, rows.delta_loc, self.form, has_sink, truth),
+            cells=_merge([head.terms for head in heads], seen, rows.delta_loc, self.form, has_sink, audit),
             status=_side_by_side([head.status for head in heads], len(rows.q)),
             outputs={i: head.output for i, head in enumerate(heads) if head.output is not None},
             witness_cells=_merge(certain, seen, 0.0, self.form, has_sink, None) if rows.delta_loc > 0 else None,
@@ -177,13 +181,18 @@ class BlockRepairer:
             group = _HeadRows(call, rows, side, self.form, head)
         if group is not None and rows.delta_loc > 0:
             certain = group.terms([0.0])[0]
+        status = decision.status.where(now.quantized > 0, CellStatus.EXACT)
+        served = group.serve() if group is not None and stale else None
+        audit = group.audit(served) if group is not None and audited else None
+        if audit is not None:
+            status = status.where(audit.excess.flatten().to(status.device).nan_to_num() <= 0, CellStatus.ABOVE_TARGET)
         return _HeadOutcome(
             terms=now.terms,
             certain=certain if rows.delta_loc > 0 else None,
             quantized=now.quantized,
-            status=decision.status.where(now.quantized > 0, CellStatus.EXACT),
-            truth=group.truth() if group is not None and audited else None,
-            output=group.serve() if group is not None and stale else None,
+            status=status,
+            audit=audit,
+            output=served,
             blocks=blocks,
             bytes=moved,
             gave_up=decision.reason,
@@ -227,7 +236,7 @@ class _HeadOutcome:
     certain: Terms | None
     quantized: Tensor
     status: Tensor
-    truth: Tensor | None
+    audit: Audit | None
     output: Tensor | None
     blocks: int
     bytes: int
@@ -257,19 +266,25 @@ class _HeadRows(GatedRows):
             out = out.masked_fill((~self.unseen).float() @ (~known).float() > 0, float("nan"))
         return out.to(self.rows.q.dtype).view(-1, self.group, out.shape[-1])
 
-    def truth(self) -> Tensor | None:
-        """True TV [R, G], NaN in rows that are not audited; None without exact keys."""
-        if self.call.exact_k is None or not bool(self.rows.audited.any()):
+    def audit(self, served: Tensor | None) -> Audit | None:
+        """What is handed on of this head, `served` [R, G, Dv] or else the engine's, beside what the cache holds now."""
+        rows, call = self.rows, self.call
+        if call.exact_k is None:
             return None
-        shape = len(self.rows.q), self.group
-        found = torch.full(shape, float("nan"), dtype=torch.float64, device=self.q.device)
-        exact = self.call.exact_k[self.rows.slots, self.head][:, None]
-        for row in self.rows.audited.nonzero().flatten().tolist():
-            seen = self.seen[0, row]
-            sinks = None if self.sinks is None else self.sinks[: self.group]
-            q = self.q[row * self.group : (row + 1) * self.group]
-            found[row] = true_tv(q, self.k[seen], exact[seen], self.call.sm_scale, self.call.logits_soft_cap, sinks)
-        return found
+        own = slice(self.head * self.group, (self.head + 1) * self.group)
+        sinks = None if self.sinks is None else self.sinks[: self.group]
+        own_arithmetic = KernelArithmetic((), rows.q.dtype)  # that of `serve`
+        made = rows.outputs[:, own] if served is None and rows.outputs is not None else served
+        kept = call.exact_k[rows.slots, self.head][:, None]
+        return compare_rows(
+            rows.q[:, own],
+            [None] * len(rows.q) if made is None else list(made),
+            [seen.nonzero().flatten() for seen in self.seen[0]],
+            lambda places: (self.k[places], self.v[places]),
+            kept.__getitem__,
+            rows.audited,
+            Attended(call.sm_scale, call.logits_soft_cap, sinks, call.arithmetic if served is None else own_arithmetic),
+        )
 
 
 def _side_by_side(parts: Sequence[Tensor], num_rows: int) -> Tensor:
@@ -283,11 +298,10 @@ def _merge(
     delta_loc: float,
     form: str,
     has_sink: bool,
-    truth: Tensor | None,
+    audit: Audit | None,
 ) -> Summed:
-    """The sums of all KV heads as one batch [R, H]; seen: tokens in view [R], and the quantized ones [R, H]; true TV
-    [R, H] of the audited rows."""
+    """The sums of all KV heads as one batch [R, H]; seen: tokens in view [R], and the quantized ones [R, H]."""
     num_rows = len(seen[0])
     terms = Terms(*(_side_by_side([getattr(part, f.name) for part in parts], num_rows) for f in fields(Terms)))
     spent = torch.full((num_rows,), delta_loc, dtype=torch.float64)
-    return Summed(terms, form, has_sink, *seen, truth, spent)
+    return Summed(terms, form, has_sink, *seen, audit, spent)

@@ -82,7 +82,9 @@ def compared(
                 "repaired_blocks": total(gated, "gate", "repaired_blocks") / len(asked),
                 "repaired_bytes": total(gated, "gate", "bytes") / len(asked),
                 "audited": total(observed, "audit", "cells") + total(gated, "audit", "cells"),
-                "violations": total(observed, "audit", "violations") + total(gated, "audit", "violations"),
+                "violations": sum(
+                    total(kind, "audit", fault) for kind in (observed, gated) for fault in ("violations", "mismatches")
+                ),
             }
         )
     return rows
@@ -105,7 +107,7 @@ def on_the_original(ask_all: AskAll, asked: Sequence[Sample]) -> list[dict[str, 
                 "raw": mean_interval(rights(answers)).as_dict(),
                 "certified": total(answers, "tv_certified_cells") / measured,
                 "certified_any_query": any_query / measured,
-                "violations": total(answers, "audit", "violations"),
+                "violations": total(answers, "audit", "violations") + total(answers, "audit", "mismatches"),
             }
         )
     return rows

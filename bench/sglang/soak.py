@@ -135,8 +135,9 @@ def check(reply: dict[str, Any], expected: Sequence[int], outcome: Outcome) -> N
     outcome.add(retracted=reply["meta_info"]["num_retractions"], repaired_blocks=summary["gate"]["repaired_blocks"])
     if reply["output_ids"] != list(expected):
         outcome.fail(f"answer {reply['output_ids']} under load, {list(expected)} on the idle server")
-    if summary["audit"]["violations"]:
-        outcome.fail(f"{summary['audit']['violations']} violations: {json.dumps(summary)}")
+    for fault in ("violations", "mismatches"):
+        if summary["audit"][fault]:
+            outcome.fail(f"{summary['audit'][fault]} {fault}: {json.dumps(summary)}")
     counted = sum(summary[name] for name in ("cells_measured", "cells_exact", "cells_unknown"))
     if counted != summary["rows_seen"] * LAYERS * HEADS:
         outcome.fail(f"rows seen are neither measured nor exact nor unknown: {json.dumps(summary)}")

@@ -114,7 +114,9 @@ def run(console: Console, *, per_task: int, num_tokens: int, logs: Path) -> int:
             console.print(tally.sentence(exact))
         audited, violations = sum(t.audited for t in tallies), sum(t.violations for t in tallies)
         console.print(f"Audit: {audited} cells compared with exact attention, [bold]{violations} violations[/bold].")
-    return 1 if violations or not audited else 0
+        if mismatches := sum(t.mismatches for t in tallies):
+            console.print(f"[bold red]{mismatches} outputs are not attention over what is stored.[/bold red]")
+    return 1 if violations or mismatches or not audited else 0
 
 
 def show_live(console: Console, server: Server, tally: Tally, exact: Tally, samples: Sequence[Sample]) -> None:

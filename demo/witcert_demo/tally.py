@@ -34,6 +34,7 @@ class Tally:
     tier: str = ""
     audited: int = 0
     violations: int = 0
+    mismatches: int = 0
     worst: float = 0.0
     tv_max: float = 0.0
     forms: Counter[str] = field(default_factory=Counter)
@@ -68,6 +69,7 @@ class Tally:
         self.tier = summary["tier"]
         self.audited += summary["audit"]["cells"]
         self.violations += summary["audit"]["violations"]
+        self.mismatches += summary["audit"]["mismatches"]
         self.tv_max = max(self.tv_max, summary["audit"]["tv_max"] or 0.0)
         self.forms.update(summary["forms"])
         if summary["worst"] is not None:

@@ -25,6 +25,7 @@ def batch(
     out_norm: float | Tensor = 1.0,
     floor: float | Tensor = 0.0,
     quantized: list[list[int]] | None = None,
+    excess: list[list[float]] | None = None,
 ) -> CellBatch:
     """A CellBatch with these meters [R, H]; scalars are spread over all cells."""
     meters = torch.as_tensor(meter, dtype=torch.float64)
@@ -45,4 +46,5 @@ def batch(
         tv_audit=None if tv is None else torch.as_tensor(tv, dtype=torch.float64),
         delta_loc=torch.full((meters.shape[0],), delta_loc, dtype=torch.float64),
         floor=spread(floor),
+        excess=None if excess is None else torch.tensor(excess, dtype=torch.float64),
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from witcert_core import dither, radii
+from witcert_core.audit import true_tv
 from witcert_core.bands import band_map
 from witcert_core.bounds import FORM_NAMES, FORMS, extremal, meter
 from witcert_core.cells import bounds_of, sum_terms
@@ -14,7 +15,7 @@ from witcert_core.dither import DitherKey
 from witcert_core.errors import InputError
 from witcert_core.kernel_error import SOFTMAX_FP32, KernelArithmetic
 from witcert_core.layout import AccField
-from witcert_core.meter import bound_cells, measure, measure_rows, true_tv
+from witcert_core.meter import bound_cells, measure, measure_rows
 from witcert_core.rotary import RotarySpec
 from witcert_core.side_by_side import MAX_ELEMENTS, side_by_side
 from witcert_core.tv import attention_logits, softmax_with_sink, total_variation

@@ -29,8 +29,15 @@ def test_metrics_follow_the_ledger() -> None:
     book = RequestLedger(make_policy(), "sglang", 2, 2, metrics=Metrics(registry), layers_excluded={1: "why"})
     floor = torch.tensor([[0.0, 0.0], [0.5, 0.0]])
     made = batch([[0.1, 0.3], [1.0, 0.2]], tv=[[0.05, 0.4], [math.nan, math.nan]], floor=floor)
+    off = batch([[0.1, 0.3]], excess=[[-1.0, 0.5]])
     book.observe("r", 0, 1, 0, made, 0)
     book.observe("r", 0, 2, 1, made, 1)
+    other = RequestLedger(make_policy(), "sglang", 1, 2, metrics=Metrics(beside := CollectorRegistry()))
+    other.observe("r", 0, 1, 0, off, 0)
+    assert value(beside, "witcert_audited_outputs_total", **QUANTIZER) == 2
+    assert value(beside, "witcert_audit_mismatches_total", **QUANTIZER) == 1
+    assert value(beside, "witcert_cells_tv_certified_total", **QUANTIZER) == 1
+    assert value(registry, "witcert_audit_mismatches_total", **QUANTIZER) == 0
     book.count_unknown("r", 3, "stride")
     book.finish("r", "stop")
     assert value(registry, "witcert_cells_total", status="measured", **QUANTIZER) == 4

@@ -142,6 +142,43 @@ def test_not_a_number_is_no_bound() -> None:
     assert "the bound says nothing about at least one cell" in render_sentence(s)
 
 
+def test_an_output_that_does_not_match_voids_its_request_and_is_reported_with_its_place(tmp_path: Path) -> None:
+    """Whatever the bounds said: they are about other weights than those that the engine attended with."""
+    path = tmp_path / "cells.jsonl"
+    policy = make_policy(report={"jsonl": str(path), "cells": "all"})
+    book = ledger(2, policy=policy, jsonl=JsonlWriter(path), head_offset=8)
+    book.observe("r", 0, 1, 5, batch([[0.05, 0.1]], tv=[[0.04, 0.04]], excess=[[-0.1, -0.2]]), 0)
+    fine = valid(book.summary("r"))
+    assert (fine["audit"]["outputs"], fine["audit"]["mismatches"], fine["audit"]["worst_mismatch"]) == (2, 0, None)
+    assert fine["tv_certified_share"] == 1
+    assert "and all 2 outputs compared are attention over what is stored" in render_sentence(fine)
+    made = batch(
+        [[0.05, 0.1]], tv=[[0.04, 0.2]], out_norm=2.0, floor=0.3, quantized=[[0, 3]], excess=[[0.5, NAN]]
+    )
+    book.observe("r", 1, 1, 5, made, 0)
+    s = valid(book.finish("r", "stop"))
+    assert s["audit"]["worst_mismatch"] == {"excess": 0.25, "layer": 1, "q_head": 8, "step": 1, "position": 5}
+    assert (s["audit"]["outputs"], s["audit"]["mismatches"]) == (3, 1)
+    assert s["audit"]["violations"] == 2  # of the raw bounds: a mismatch hides no violation
+    assert (s["tv_certified_cells"], s["tv_certified_share"]) == (0, 0.0)
+    assert [layer["tv_certified_cells"] for layer in s["by_layer"]] == [0, 0]
+    assert (s["cells_measured"], s["cells_exact"], s["worst"]["meter"]) == (4, 0, 1.0)
+    assert s["out_bound_rel_max"] == "inf"
+    assert s["claim"].startswith("nothing: outputs of the engine are not attention over what is stored")
+    assert "THE ENGINE ATTENDS OTHERWISE in 1 of 3 audited outputs (layer 1, head 8, position 5)" in render_sentence(s)
+    for record in lines(path)[:-1]:
+        CELL.validate(record)
+    (wrong,) = [record for record in lines(path)[:-1] if (record["out_excess"] or 0) > 0]
+    assert (wrong["status"], wrong["meter"], wrong["floor"], wrong["out_bound"]) == ("measured", 1.0, 0.0, "inf")
+
+
+def test_an_output_that_does_not_match_voids_the_deterministic_bounds_beside_it() -> None:
+    book = ledger(1)
+    made, beside = batch([[0.05, 0.1]], delta_loc=1e-3, excess=[[0.5, -1.0]]), batch([[0.1, 0.1]])
+    book.observe("r", 0, 1, 5, made, 0, witness_cells=beside)
+    assert valid(book.summary("r"))["tier_w_beside"] == {"cells": 1, "tv_certified_cells": 0, "worst": 0.1}
+
+
 def test_certain_damage_is_counted_and_a_floor_above_the_truth_is_a_violation() -> None:
     book = ledger(1)
     made = batch([[0.9, 0.4]], floor=torch.tensor([[0.5, 0.1]]), tv=[[0.6, 0.05]])
@@ -280,7 +317,9 @@ def test_cell_records(cells: str, written: list[int], tmp_path: Path) -> None:
     path = tmp_path / "cells.jsonl"
     policy = make_policy(report={"jsonl": str(path), "cells": cells})
     book = ledger(1, policy=policy, jsonl=JsonlWriter(path), head_offset=8)
-    made = batch([[0.9, 0.9], [0.1, 0.3]], tv=[[NAN, NAN], [NAN, 0.05]], log_a=math.inf)
+    made = batch(
+        [[0.9, 0.9], [0.1, 0.3]], tv=[[NAN, NAN], [NAN, 0.05]], log_a=math.inf, excess=[[NAN, NAN], [NAN, -0.25]]
+    )
     book.observe("r", 0, 4, 17, made, 1, repaired_blocks=2)
     book.count_unknown("r", 3, "stride")
     book.finish("r", "stop")
@@ -305,6 +344,7 @@ def test_cell_records(cells: str, written: list[int], tmp_path: Path) -> None:
             "log_a": "inf",
             "m": 0.75,
             "tv_audit": 0.05,
+            "out_excess": -0.25,
             "out_bound": 0.25,
             "s": 9,
             "s_quantized": 7,

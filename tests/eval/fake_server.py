@@ -44,7 +44,7 @@ def summary() -> dict[str, Any]:
         "tier_w_beside": None,
         "worst": {"meter": 0.5},
         "log_a_max": 1.0,
-        "audit": {"cells": 10, "violations": 0, "tv_max": 0.1},
+        "audit": {"cells": 10, "violations": 0, "mismatches": 0, "tv_max": 0.1},
         "gate": {
             "repaired_blocks": 3 * gated,
             "bytes": 300 * gated,

@@ -270,7 +270,7 @@ def record(quantizer: str, mode: str, index: int, score: float, log_a: float | s
     meter = {"tau": 0.2, "tier": "witness", "cells_measured": 4, "cells_unknown": 2, "cells_exact": 1}
     meter |= {"damaged_cells": 0}
     meter |= {"tv_certified_cells": 1, "tv_certified_any_query": 1}
-    meter |= {"worst": 0.7, "log_a_max": log_a, "audited": 4, "violations": 0, "tv_max": 0.1}
+    meter |= {"worst": 0.7, "log_a_max": log_a, "audited": 4, "violations": 0, "mismatches": 0, "tv_max": 0.1}
     meter |= {"repaired_blocks": index, "repaired_bytes": 10, "gate_within_target": 1, "gate_ranked": 1}
     meter |= {"gate_above_target": 2}
     return SampleRecord(quantizer, mode, "t", 64, index, score, "", ["x"], "offline", 0.1, meter)

@@ -95,6 +95,8 @@ class Served:
         out = (through or self.runtime.attend)(call).view(total, HQ, D)
         step = self.runtime.end()
         assert step is not None
+        if through is None:
+            assert all(cells.excess is not None and not (cells.excess > 0).any() for cells in step.layers.values())
         return step, q, out
 
     def truth(self, request: int, position: int, q: Tensor, own_from: int, **options: Any) -> tuple[Tensor, ...]:

@@ -52,6 +52,8 @@ class PlainPool:
 class Served:
     """One layer served pass by pass by an engine that attends in float32 over its own pool."""
 
+    checks_outputs = True  # whether a pass fails where an audited output is not attention over what is stored
+
     def __init__(
         self,
         kind: Callable[..., SimulatedCache],
@@ -99,6 +101,8 @@ class Served:
         out = self.runtime.attend(call)
         step = self.runtime.end()
         assert step is not None
+        found = [cells.excess for cells in step.layers.values() if cells.excess is not None]
+        assert not self.checks_outputs or not any((excess > 0).any() for excess in found)
         return step, out
 
     def attend(

@@ -16,8 +16,12 @@ pytest.importorskip("sglang")
 sys.path.insert(0, str(Path(__file__).parents[1] / "sglang"))
 
 from engine import HKV, LAYERS, Engine, attention, triton_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from witcert_sglang import windows
+from witcert_sglang.selfcheck import check_attention
 
+from witcert_core.errors import UnsupportedError
 from witcert_core.serving.kernel_simulated import KernelSimulated
 
 LEFT = 7  # what SGLang makes of a window of eight tokens
@@ -68,6 +72,22 @@ def test_bounds_are_over_the_tokens_that_triton_attends_to(meter: str, dtype: to
                 tv = (true - compressed).abs().sum(-1) / 2
                 assert (tv <= cells.meter[number]).all()
                 assert torch.allclose(cells.tv_audit[number], tv, atol=1e-5)
+                assert (cells.excess[number] <= 0).all()
+
+
+def test_the_window_that_is_not_attended_to_is_a_mismatch_that_true_tv_cannot_show(
+    meter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode rows metered over the whole window, as SGLang's configuration has it: one token too many."""
+    monkeypatch.setitem(windows.CONVENTIONS, "TritonAttnBackend", windows.Convention(decode_less=0))
+    engine = served()
+    engine.checks_outputs = False
+    engine.step([5, 31], ForwardMode.EXTEND)
+    step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
+    for cells in step.layers.values():
+        assert (cells.tv_audit <= cells.meter).all()
+        assert (cells.excess[0] <= 0).all()  # six tokens: all of them are within either window
+        assert (cells.excess[1] > 0).any()
 
 
 def test_a_packed_pool_attends_by_itself_over_the_models_window() -> None:
@@ -80,3 +100,44 @@ def test_a_packed_pool_attends_by_itself_over_the_models_window() -> None:
         assert k.shape[1] == HKV
         assert (outputs[0][i].double() - attention(queries[0][i], k, v)[0]).abs().max() < 1e-4
     assert step.layers[0].num_visible.tolist() == [min(row.position + 1, LEFT + 1) for row in step.rows]
+
+
+KINDS = [(-1, 0.0), (LEFT, 0.0), (40, 2.0)]
+
+
+@pytest.mark.parametrize(("window", "cap"), KINDS)
+def test_the_check_at_start_passes_over_sglangs_own_backends_and_leaves_the_pool_alone(window: int, cap: float) -> None:
+    """Under the interpreter Triton's, with sinks too; both backends beside each other as a server may have them."""
+    for stock in (triton_backend, TorchNativeAttnBackend)[: 1 if cap else 2]:
+        engine = Engine("none", torch.float16, stock=stock, window=window, cap=cap)
+        before = [x.clone() for x in (*engine.pool.k_buffer, *engine.pool.v_buffer, engine.requests.req_to_token)]
+        said = check_attention(engine.backend, engine.layers, engine.requests, engine.pool, torch.float16)
+        assert len(said) == (4 if stock is triton_backend else 2)
+        assert ("a window of" in said[0]) == (window >= 0)
+        after = (*engine.pool.k_buffer, *engine.pool.v_buffer, engine.requests.req_to_token)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("window", [LEFT, 40])
+def test_the_check_at_start_names_the_backend_and_the_kind_of_pass(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the window that decode steps do not attend to, they fail it; prompt chunks would with another one."""
+    engine = Engine("none", torch.float16, stock=triton_backend, window=window)
+    monkeypatch.setitem(windows.CONVENTIONS, "TritonAttnBackend", windows.Convention(decode_less=0))
+    with pytest.raises(UnsupportedError, match=f"decode steps of TritonAttnBackend with a window of {window + 1}"):
+        check_attention(engine.backend, engine.layers, engine.requests, engine.pool, torch.float16)
+    engine = Engine("none", torch.float16, window=window)
+    engine.layers[0].scaling *= 1.1
+    attend = engine.backend.forward_extend
+
+    def other_scale(*args: Any, **kwargs: Any) -> torch.Tensor:
+        engine.layers[0].scaling /= 1.1
+        try:
+            return attend(*args, **kwargs)
+        finally:
+            engine.layers[0].scaling *= 1.1
+
+    monkeypatch.setattr(engine.backend, "forward_extend", other_scale)
+    with pytest.raises(UnsupportedError, match="prompt chunks of TorchNativeAttnBackend"):
+        check_attention(engine.backend, engine.layers, engine.requests, engine.pool, torch.float16)

@@ -76,7 +76,8 @@ def prompts(seed: int, num_tokens: int = 256) -> list[str]:
 
 def measured(server: Metered, reply: dict[str, Any]) -> Cells:
     """Bound of every measured cell of a request by position, layer and head; its audit holds."""
-    assert reply["meta_info"]["witcert"]["audit"]["violations"] == 0
+    audit = reply["meta_info"]["witcert"]["audit"]
+    assert audit["violations"] == audit["mismatches"] == 0
     wanted = reply["meta_info"]["id"]
     records = [r for r in server.records() if r["request_id"] == wanted and r.get("status") == "measured"]
     return {(r["position"], r["layer"], r["q_head"]): r["meter"] for r in records}
@@ -201,7 +202,7 @@ def test_an_aborted_request_is_reported_and_leaves_nothing_behind(either: Metere
     summary = wait_for_summary(either, request_id)
     assert summary["finish_reason"] == "abort"
     assert 4 <= summary["rows_metered"] < 900
-    assert summary["audit"]["violations"] == 0
+    assert summary["audit"]["violations"] == summary["audit"]["mismatches"] == 0
     after = either.generate(prompt)
     assert after["output_ids"] == before["output_ids"]
     assert_same_meter(measured(either, before), measured(either, after), rows=len(after["output_ids"]))

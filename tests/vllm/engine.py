@@ -56,7 +56,7 @@ class Engine:
 
     def cells(self, answer: Answer) -> Cells:
         """Bound of every measured cell of a request by position, layer and head; its audit holds."""
-        assert answer.summary["audit"]["violations"] == 0
+        assert answer.summary["audit"]["violations"] == answer.summary["audit"]["mismatches"] == 0
         return cells_of(self.jsonl, answer.summary["request_id"])
 
 

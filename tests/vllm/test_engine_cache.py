@@ -35,7 +35,7 @@ def test_fp8(checkpoint: Path, tmp_path: Path, samples: list[Sample], dtype: str
     assert len(apart) > 20
     assert max(apart) < 1e-4
     for answer in answers:
-        assert answer.summary["audit"]["violations"] == 0
+        assert answer.summary["audit"]["violations"] == answer.summary["audit"]["mismatches"] == 0
         assert answer.summary["audit"]["tv_max"] > 1e-3
         assert answer.summary["cells_unknown"] == 0 or set(answer.summary["unknown_reasons"]) == {"max_rows"}
 
@@ -67,7 +67,7 @@ def test_int8_per_token_head(checkpoint: Path, tmp_path: Path, samples: list[Sam
     assert max(found["apart"]) < 1e-4
     (answer,) = found["answers"]
     assert answer["tokens"] == list(samples[0].answer_ids)
-    assert answer["summary"]["audit"]["violations"] == 0
+    assert answer["summary"]["audit"]["violations"] == answer["summary"]["audit"]["mismatches"] == 0
     assert 1e-4 < answer["summary"]["audit"]["tv_max"] <= answer["summary"]["worst"]["meter"]
 
 

@@ -42,7 +42,7 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
         assert max(abs(ours["cells"][key] - bound) for key, bound in theirs["cells"].items()) <= 1e-4
         assert ours["summary"]["gate"] == theirs["summary"]["gate"]
         assert ours["summary"]["gate"]["repaired_blocks"] > 0
-        assert ours["summary"]["audit"]["violations"] == 0
+        assert ours["summary"]["audit"]["violations"] == ours["summary"]["audit"]["mismatches"] == 0
 
 
 def test_model_runner_v2(twin: Path, asked: list[str], expected: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def show(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="A line with prompt, answer and summary instead.")] = False,
 ) -> None:
-    """Answer each prompt from a quantized cache and print what the meter saw; exit 1 if a bound was violated."""
+    """Answer each prompt from a quantized cache and print what the meter saw; exit 1 if an audit failed."""
     from witcert_core.evaluate.meter_run import choose_policy, meter, read_prompts
 
     chosen = choose_policy(None if quantizer is None else parse_quantizer(quantizer), policy)
@@ -33,7 +33,7 @@ def show(
     violations = 0
     answers = meter(model, chosen, texts, max_new_tokens=max_new_tokens, dtype=dtype)
     for prompt, (text, summary) in zip(texts, answers, strict=True):
-        violations += summary["audit"]["violations"]
+        violations += summary["audit"]["violations"] + summary["audit"]["mismatches"]
         if as_json:
             typer.echo(json.dumps({"prompt": prompt, "answer": text, "summary": summary}))
             continue

@@ -134,6 +134,7 @@ def _meter(group: Sequence[SampleRecord]) -> dict[str, Any] | None:
         "worst": max(worst) if worst else None,
         "audited": sum(m["audited"] for m in meters),
         "violations": sum(m["violations"] for m in meters),
+        "mismatches": sum(m["mismatches"] for m in meters),
     }
 
 

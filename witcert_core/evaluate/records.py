@@ -57,6 +57,7 @@ def meter_of(summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "log_a_max": summary["log_a_max"],
         "audited": summary["audit"]["cells"],
         "violations": summary["audit"]["violations"],
+        "mismatches": summary["audit"]["mismatches"],
         "tv_max": summary["audit"]["tv_max"],
         "repaired_blocks": summary["gate"]["repaired_blocks"],
         "repaired_bytes": summary["gate"]["bytes"],

@@ -70,6 +70,12 @@ def exact_share(meter: Mapping[str, Any]) -> str:
     return f"{100 * meter['cells_exact'] / seen:.1f} %" if seen else "unknown"
 
 
+def audit(meter: Mapping[str, Any]) -> str:
+    """Violations among the audited cells, and outputs that were no attention over what is stored, if there were any."""
+    said = f"{meter['violations']} of {meter['audited']}"
+    return f"{said}, {meter['mismatches']} OUTPUTS OFF" if meter.get("mismatches") else said
+
+
 def _comparison_row(row: Mapping[str, Any]) -> list[str]:
     meter, repairs, ranking = row["meter"], row["repairs"], row["ranking"]
     measured = meter is not None and meter["cells_measured"] > 0
@@ -86,7 +92,7 @@ def _comparison_row(row: Mapping[str, Any]) -> list[str]:
         "unknown" if meter is None else exact_share(meter),
         percent_down(meter["damaged_share"]) if measured else nothing,
         number_up(meter["worst"], 3) if measured else nothing,
-        f"{meter['violations']} of {meter['audited']}" if audited else "-",
+        audit(meter) if audited else "-",
         "-" if repairs is None else f"{repairs['blocks_median']:g} (max {repairs['blocks_max']})",
         "-" if repairs is None else format_bytes(repairs["bytes_total"]),
         "-" if ranking is None else str(ranking["log_a_max"]["lost"]),

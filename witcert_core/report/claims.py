@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from witcert_core.quantizers.base import Tier
 
+VOID = "nothing: outputs of the engine are not attention over what is stored, so its bounds are about other weights"
+"""Of a request in which an audited output did not match."""
 LOCAL = "local to a layer: nothing is claimed end to end"
 NON_ADAPTIVE = "non-adaptive queries: texts fixed before the cached prefix was written"
 SAMPLED_PREFIX = "its cached prefix holds tokens that were sampled, or loaded, before"

@@ -66,6 +66,12 @@ class Metrics:
         self._violations = counter(
             "witcert_audit_violations", "Audited cells whose true value exceeded the bound", "quantizer"
         )
+        self._outputs = counter(
+            "witcert_audited_outputs", "Cells whose output was compared with attention over what is stored", "quantizer"
+        )
+        self._mismatches = counter(
+            "witcert_audit_mismatches", "Audited outputs that are not attention over what is stored", "quantizer"
+        )
         self._true_tv = histogram("witcert_true_tv", "True total variation of the cells of sampled requests")
         self._true_out = histogram(
             "witcert_true_output_error", "Error of the outputs of sampled requests' cells, relative to their norm"
@@ -83,7 +89,8 @@ class Metrics:
 
     def announce(self, quantizer: str) -> None:
         """Show every counter at 0, so that an absent violation is a 0 and not a missing series."""
-        for family in (self._certified, self._damaged, self._audited, self._violations, self._requests):
+        audits = self._audited, self._violations, self._outputs, self._mismatches
+        for family in (self._certified, self._damaged, *audits, self._requests):
             family.labels(quantizer)
         for status in ("measured", "exact", "unknown"):
             self._cells.labels(status, quantizer)
@@ -106,6 +113,9 @@ class Metrics:
         if seen.audited:
             self._audited.labels(quantizer).inc(seen.audited)
             self._violations.labels(quantizer).inc(seen.violations)
+        if seen.outputs:
+            self._outputs.labels(quantizer).inc(seen.outputs)
+            self._mismatches.labels(quantizer).inc(seen.mismatches)
 
     def cells_compared(self, quantizer: str, found: Compared) -> None:
         """Count the cells of one row of a sampled request in one layer."""

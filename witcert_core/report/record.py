@@ -51,7 +51,8 @@ def cell_records(
     cells, row = event.cells, event.row
     for head in heads:
         audit = math.nan if cells.tv_audit is None else float(cells.tv_audit[row, head])
-        meter = float(cells.meter[row, head])
+        excess = math.nan if cells.excess is None else float(cells.excess[row, head])
+        meter = 1.0 if excess > 0 else float(cells.meter[row, head])
         yield {
             "schema": CELL_SCHEMA,
             "request_id": event.request_id,
@@ -61,16 +62,17 @@ def cell_records(
             "q_head": event.head_offset + head,
             "tier": event.tier,
             "meter": 1.0 if math.isnan(meter) else meter,
-            "floor": float(cells.floor[row, head]),
+            "floor": 0.0 if excess > 0 else float(cells.floor[row, head]),
             "form": form_names[int(cells.form[row, head])],
             "log_a": json_number(float(cells.log_a[row, head])),
             "m": json_number(float(cells.acc[row, head, AccField.M])),
             "tv_audit": None if math.isnan(audit) else audit,
-            "out_bound": json_number(float(cells.out_bound[row, head])),
+            "out_bound": "inf" if excess > 0 else json_number(float(cells.out_bound[row, head])),
+            "out_excess": None if math.isnan(excess) else json_number(excess),
             "s": int(cells.num_visible[row]),
             "s_quantized": (quantized := int(cells.num_quantized[row, head])),
             "repaired_blocks": event.repaired_blocks,
-            "status": "measured" if quantized else "exact",
+            "status": "measured" if quantized or excess > 0 else "exact",
         }
 
 
@@ -89,6 +91,7 @@ def unknown_record(request_id: str, rows: int, reason: str) -> dict[str, Any]:
         "m",
         "tv_audit",
         "out_bound",
+        "out_excess",
     )
     return {
         "schema": CELL_SCHEMA,

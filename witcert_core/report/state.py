@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from witcert_core.report.record import json_number
 from witcert_core.report.sample import SampleCounts
 
 if TYPE_CHECKING:
@@ -40,12 +41,29 @@ class WorstCell:
     form: int
 
 
+@dataclass(frozen=True)
+class WorstMismatch:
+    """The output that is furthest from attention over what is stored; excess: beyond rounding, of the output's norm."""
+
+    excess: float
+    layer: int
+    head: int
+    step: int
+    position: int
+
+
 @dataclass
 class AuditCounts:
-    """True total variations against their bounds. gap: meter minus true value, how loose the meter was."""
+    """True total variations against their bounds, and the engine's outputs against attention over what is stored.
+
+    gap: meter minus true value, how loose the meter was.
+    """
 
     cells: int = 0
     violations: int = 0
+    outputs: int = 0
+    mismatches: int = 0
+    worst_mismatch: WorstMismatch | None = None
     tv_max: float | None = None
     gap_max: float | None = None
     gap_sum: float = 0.0
@@ -61,10 +79,36 @@ class AuditCounts:
         self.gap_sum += float(gap.sum())
         return tv.numel(), violations
 
-    def as_dict(self) -> dict[str, Any]:
+    def add_outputs(self, excess: Tensor, norm: Tensor, layer: int, step: int, position: int) -> tuple[int, int]:
+        """Count the outputs of [H] cells that were compared (the others NaN); how many there were and did not match."""
+        known = ~excess.isnan()
+        wrong = excess > 0
+        outputs, mismatches = int(known.sum()), int(wrong.sum())
+        self.outputs += outputs
+        self.mismatches += mismatches
+        if mismatches:
+            relative = torch.where(wrong, excess / norm, 0.0).nan_to_num(nan=math.inf)
+            head = int(relative.argmax())
+            if self.worst_mismatch is None or float(relative[head]) > self.worst_mismatch.excess:
+                self.worst_mismatch = WorstMismatch(float(relative[head]), layer, head, step, position)
+        return outputs, mismatches
+
+    def as_dict(self, head_offset: int = 0) -> dict[str, Any]:
+        worst = self.worst_mismatch
         return {
             "cells": self.cells,
             "violations": self.violations,
+            "outputs": self.outputs,
+            "mismatches": self.mismatches,
+            "worst_mismatch": None
+            if worst is None
+            else {
+                "excess": json_number(worst.excess),
+                "layer": worst.layer,
+                "q_head": head_offset + worst.head,
+                "step": worst.step,
+                "position": worst.position,
+            },
             "tv_max": self.tv_max,
             "gap_max": self.gap_max,
             "gap_mean": self.gap_sum / self.cells if self.cells else None,
@@ -100,13 +144,16 @@ class Observed:
     damaged: int
     audited: int
     violations: int
+    outputs: int
+    mismatches: int
     new_row: bool
 
 
 @dataclass
 class RequestState:
     """The counts of one request. A cell that read nothing quantized is exact: it is counted, and audited, but no bound
-    of it is, for there is nothing that a bound could be good for.
+    of it is, for there is nothing that a bound could be good for. A cell whose output did not match counts as measured
+    with a meter of 1, whatever it read: its bound is about other weights than those served.
     """
 
     num_layers: int
@@ -153,10 +200,14 @@ class RequestState:
 
         Every layer sees the same rows, so the request has as many rows as the layer that saw most.
         """
+        wrong = _mismatched(cells, row)
         every = _meters(cells, row)
         floors = cells.floor[row].detach().to("cpu", torch.float64)
+        audited, violations = self._audit(every, floors, cells, row)
+        outputs, mismatches = self._audit_outputs(cells, row, layer, step, position)
+        every, floors = every.masked_fill(wrong, 1.0), floors.masked_fill(wrong, 0.0)
         quantized = cells.num_quantized[row].to("cpu")
-        read = quantized > 0
+        read = (quantized > 0) | wrong
         exact = every.numel() - int(read.sum())
         tokens = int(quantized.sum())
         tokens_exact = int(cells.num_visible[row]) * every.numel() - tokens
@@ -180,10 +231,8 @@ class RequestState:
             self.delta_spent = math.nextafter(self.delta_spent + delta_loc * every.numel(), math.inf)
         self._rows_by_layer[layer] += 1
         new_row = self._count_row(layer)
-        audited, violations = self._audit(every, floors, cells, row)
-        return Observed(
-            meter, worst_head, exact, tokens, tokens_exact, certified, damaged, audited, violations, new_row
-        )
+        audit = audited, violations, outputs, mismatches
+        return Observed(meter, worst_head, exact, tokens, tokens_exact, certified, damaged, *audit, new_row)
 
     def _observe_bounds(
         self, cells: CellBatch, row: int, layer: int, worst: tuple[int, int, int], meter: Tensor, read: Tensor
@@ -214,9 +263,10 @@ class RequestState:
         self._lost_by_layer[layer] += 1
         self._count_row(layer)
 
-    def observe_beside(self, cells: CellBatch, row: int, tau: float) -> None:
-        """Count the deterministic bounds of a row whose meter used the dither law."""
-        meter = _meters(cells, row)[cells.num_quantized[row].to("cpu") > 0]
+    def observe_beside(self, cells: CellBatch, row: int, tau: float, beside: CellBatch) -> None:
+        """Count the deterministic bounds of a row whose meter, that of `beside`, used the dither law."""
+        wrong = _mismatched(beside, row)
+        meter = _meters(cells, row)[(cells.num_quantized[row].to("cpu") > 0) & ~wrong]
         if meter.numel():
             self.beside.cells += meter.numel()
             self.beside.tv_certified_cells += int((meter <= tau).sum())
@@ -264,11 +314,22 @@ class RequestState:
                     "layer": layer,
                     "cells": cells,
                     "cells_exact": exact,
-                    "tv_certified_cells": self._certified_by_layer[layer],
+                    "tv_certified_cells": 0 if self.void else self._certified_by_layer[layer],
                     "form": form_names[int(self._worst_form[layer, heads[layer]])] if cells else None,
                 }
             )
         return found
+
+    @property
+    def void(self) -> bool:
+        """Whether some output was no attention over what is stored: then nothing of the request is certified."""
+        return self.audit.mismatches > 0
+
+    def _audit_outputs(self, cells: CellBatch, row: int, layer: int, step: int, position: int) -> tuple[int, int]:
+        if cells.excess is None:
+            return 0, 0
+        excess, norm = (x[row].to("cpu", torch.float64) for x in (cells.excess, cells.out_norm))
+        return self.audit.add_outputs(excess, norm, layer, step, position)
 
     def _audit(self, meter: Tensor, floor: Tensor, cells: CellBatch, row: int) -> tuple[int, int]:
         if cells.tv_audit is None:
@@ -278,6 +339,13 @@ class RequestState:
         if not bool(audited.any()):
             return 0, 0
         return self.audit.add(meter[audited], tv[audited], floor[audited])
+
+
+def _mismatched(cells: CellBatch, row: int) -> Tensor:
+    """Bool [H] on the host: cells whose output was compared and is not that of the weights that were measured."""
+    if cells.excess is None:
+        return torch.zeros(cells.meter.shape[1], dtype=torch.bool)
+    return cells.excess[row].to("cpu") > 0
 
 
 def _meters(cells: CellBatch, row: int) -> Tensor:
@@ -291,6 +359,7 @@ def _unbounded(x: Tensor) -> Tensor:
 
 def _largest_relative_output_bound(cells: CellBatch, row: int, read: Tensor) -> float:
     bound, norm = _unbounded(cells.out_bound[row]), cells.out_norm[row].to("cpu", torch.float64)
+    bound = bound.masked_fill(_mismatched(cells, row), math.inf)
     relative = torch.where(bound == 0, torch.zeros_like(bound), _unbounded(bound / norm))
     largest = float(relative[read].max())
     return math.nextafter(largest, math.inf) if largest > 0 else 0.0

@@ -19,7 +19,7 @@ from witcert_core.gates import CellStatus
 from witcert_core.hooks import cell_observers, plugin_manager, report_observers
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Tier
-from witcert_core.report.claims import claim
+from witcert_core.report.claims import VOID, claim
 from witcert_core.report.record import CellEvent, cell_records, json_number, unknown_record
 from witcert_core.report.sample import Compared
 from witcert_core.report.state import LAYER_NOT_METERED, PARTLY_MEASURED, Observed, RequestState
@@ -103,7 +103,7 @@ class RequestLedger:
         state = self._state(request_id)
         seen = state.observe(cells, row, layer, step, position, self._policy.gate.tau)
         if witness_cells is not None:
-            state.observe_beside(witness_cells, row, self._policy.gate.tau)
+            state.observe_beside(witness_cells, row, self._policy.gate.tau, cells)
         if self._metrics is not None:
             self._metrics.cells_measured(self._policy.quantizer.name, seen)
         if self._on_cell or (self._jsonl is not None and self._policy.report.cells != "none"):
@@ -227,13 +227,19 @@ class RequestLedger:
         measured = state.cells_measured
         worst = state.worst
         dither = policy.tier == "dither" and not state.without_law
+        certified = 0 if state.void else state.tv_certified_cells
+        beside = state.beside.as_dict()
+        if beside is not None and state.void:
+            beside["tv_certified_cells"] = 0
         return {
             "schema": REQUEST_SCHEMA,
             "request_id": request_id,
             "engine": self._engine,
             "quantizer": policy.quantizer.name,
             "tier": "dither" if dither else "witness",
-            "claim": claim(
+            "claim": VOID
+            if state.void
+            else claim(
                 policy.tier, policy.meter.delta, state.beside.cells, state.tier_cells["witness"], state.without_law
             ),
             "tau": policy.gate.tau,
@@ -245,8 +251,8 @@ class RequestLedger:
             "unknown_reasons": unknown,
             "tokens_read": {"quantized": state.tokens_quantized, "exact": state.tokens_exact},
             "waits_for": self._waits_for,
-            "tv_certified_cells": state.tv_certified_cells,
-            "tv_certified_share": state.tv_certified_cells / measured if measured else None,
+            "tv_certified_cells": certified,
+            "tv_certified_share": certified / measured if measured else None,
             "damaged_cells": state.damaged_cells,
             "floor_max": state.floor_max if measured else None,
             "worst": None
@@ -267,9 +273,9 @@ class RequestLedger:
             "log_a_max": None if not measured else json_number(state.log_a_max),
             "out_bound_rel_max": None if not measured else json_number(state.out_bound_rel_max),
             "tier_cells": dict(state.tier_cells),
-            "tier_w_beside": state.beside.as_dict(),
+            "tier_w_beside": beside,
             "delta": {"request": policy.meter.delta if dither else 0.0, "spent": state.delta_spent},
-            "audit": state.audit.as_dict(),
+            "audit": state.audit.as_dict(self._head_offset),
             "sample": state.sample.as_dict(),
             "gate": {
                 "kind": policy.gate.kind,

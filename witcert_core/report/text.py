@@ -129,10 +129,19 @@ def _certified(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _violations(audit: Mapping[str, Any] | None) -> str:
-    if audit is None or not audit["violations"]:
-        return ""
-    cells = f"{audit['violations']} of {audit['cells']} audited cells"
-    return f"BOUND VIOLATED in {cells}, do not trust this meter: "
+    said = ""
+    if audit is None:
+        return said
+    if audit.get("mismatches"):
+        where = audit["worst_mismatch"]
+        said = (
+            f"THE ENGINE ATTENDS OTHERWISE in {audit['mismatches']} of {audit['outputs']} audited outputs (layer "
+            f"{where['layer']}, head {where['q_head']}, position {where['position']}), nothing is certified: "
+        )
+    if audit["violations"]:
+        cells = f"{audit['violations']} of {audit['cells']} audited cells"
+        said += f"BOUND VIOLATED in {cells}, do not trust this meter: "
+    return said
 
 
 def _damage(summary: Mapping[str, Any]) -> list[str]:
@@ -145,9 +154,10 @@ def _damage(summary: Mapping[str, Any]) -> list[str]:
 def _audit(audit: Mapping[str, Any]) -> list[str]:
     if not audit["cells"] or audit["violations"]:
         return []
+    outputs = f", and all {audit['outputs']} outputs compared are attention over what is stored"
     return [
-        f"none of {audit['cells']} audited cells exceeded its bound "
-        f"(largest true value {audit['tv_max']:.4f})"
+        f"none of {audit['cells']} audited cells exceeded its bound (largest true value {audit['tv_max']:.4f})"
+        + (outputs if audit["outputs"] and not audit["mismatches"] else "")
     ]
 
 

@@ -46,4 +46,6 @@ class EngineCache(SimulatedCache):
         exact_k = self.store.exact_k.get(call.layer)
         audited = None if exact_k is None else exact_k[read.slots]
         seen, form = read.seen(plan.rows), self.policy.meter.form
-        measuring.observe(step, plan, call, seen, read.read, read.radii, audited, deltas, form)
+        heads = out.view(-1, self.geometry.num_qo_heads, self.geometry.v_head_dim)
+        made = [row if read.knows(places) else None for row, places in zip(heads[plan.tokens], seen, strict=True)]
+        measuring.observe(step, plan, call, seen, read.read, read.radii, audited, deltas, form, made)

@@ -68,6 +68,10 @@ class Gathered:
         """Keys and values by place."""
         return self.k.index_select(0, places), self.v.index_select(0, places)
 
+    def knows(self, places: Tensor) -> bool:
+        """Whether what the engine read in all these places is known."""
+        return self.radii.unknown is None or not bool(self.radii.unknown[places].any())
+
     def seen(self, rows: Sequence[MeteredRow]) -> list[Tensor]:
         """The places [S] that each row sees."""
         places = torch.arange(self.starts[-1], device=self.slots.device)

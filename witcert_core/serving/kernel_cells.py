@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from witcert_core.audit import Audit
 from witcert_core.cells import Terms, value_sizes
 from witcert_core.kernel_error import KernelArithmetic, lost_weight, odds_moved, output_error
 from witcert_core.kernels.certify import Certificate
@@ -53,7 +54,7 @@ def kernel_cells(
     has_sink: bool,
     v_dim: int,
     arithmetic: KernelArithmetic,
-    tv_audit: Tensor | None = None,
+    audit: Audit | None = None,
 ) -> CellBatch:
     """The cells of acc [R, H, 16] float32 and norm [R, H] of `output_norm`, on the host.
 
@@ -64,7 +65,7 @@ def kernel_cells(
     """
     extra = torch.full(norm.shape, math.tanh(0.5 * arithmetic.cast_radius) * (1.0 + 2.0**-36), dtype=torch.float64)
     quantized = (num_quantized[:, None] if num_quantized.dim() == 1 else num_quantized).expand(norm.shape)
-    return _cells(acc, norm, extra, num_visible, quantized, delta_loc, form, has_sink, v_dim, arithmetic, tv_audit)
+    return _cells(acc, norm, extra, num_visible, quantized, delta_loc, form, has_sink, v_dim, arithmetic, audit)
 
 
 def certified_cells(
@@ -78,7 +79,7 @@ def certified_cells(
     has_sink: bool,
     v_dim: int,
     arithmetic: KernelArithmetic,
-    tv_audit: Tensor | None = None,
+    audit: Audit | None = None,
 ) -> CellBatch:
     """The cells of what `certify` found of weights that another kernel, the engine's, attended with.
 
@@ -89,7 +90,7 @@ def certified_cells(
     omega = found.omega.cpu().double() * (1.0 + 2.0**-20)
     extra = odds_moved(omega, torch.tensor(list(num_visible), dtype=torch.float64)[:, None]).nan_to_num(nan=1.0)
     return _cells(
-        found.acc, norm, extra, num_visible, num_quantized, delta_loc, form, has_sink, v_dim, arithmetic, tv_audit
+        found.acc, norm, extra, num_visible, num_quantized, delta_loc, form, has_sink, v_dim, arithmetic, audit
     )
 
 
@@ -104,7 +105,7 @@ def _cells(
     has_sink: bool,
     v_dim: int,
     arithmetic: KernelArithmetic,
-    tv_audit: Tensor | None,
+    audit: Audit | None,
 ) -> CellBatch:
     """extra [R, H]: TV between the accumulators' weights and those that met V, but for what float16 lost.
 
@@ -125,7 +126,7 @@ def _cells(
     none = torch.zeros_like(below)
     terms = Terms(sums, extra, below, none, below, none, none, error)
     spent = torch.tensor(list(delta_loc), dtype=torch.float64)
-    return cell_batch(terms, form, has_sink, visible, num_quantized.cpu(), tv_audit, spent)
+    return cell_batch(terms, form, has_sink, visible, num_quantized.cpu(), audit, spent)
 
 
 def quantized_tokens(exact: Tensor, requests: Sequence[Tensor], rows: Sequence[MeteredRow], window_left: int) -> Tensor:

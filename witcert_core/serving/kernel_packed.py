@@ -7,6 +7,7 @@ computes in the same pass is attended after that one is packed. On a GPU, or on 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -15,19 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from witcert_core.audit import Attended, Audit, compare_rows
+from witcert_core.bypass import masked_query
 from witcert_core.errors import UnsupportedError
 from witcert_core.kernels.append import append_int8
+from witcert_core.kernels.common import slack
 from witcert_core.kernels.common.backend import kernels_serve, own_arithmetic
 from witcert_core.kernels.common.bypass import BypassedKeys
 from witcert_core.kernels.common.pages import PageTable
 from witcert_core.kernels.decode import decode_int8
+from witcert_core.kernels.decode.reference import lost_share
 from witcert_core.kernels.extend import extend_int8
-from witcert_core.meter import CellBatch, true_tv
+from witcert_core.meter import CellBatch
 from witcert_core.packed import PackedLayer
 from witcert_core.policy import Policy
 from witcert_core.quantizers.int8_dither import Int8Dither
+from witcert_core.radii import radius_dither
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.gathered import gather
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.kernel_cells import kernel_cells, output_norm, spend_down, token_pages, visible_tokens
 from witcert_core.serving.measuring import compare, joined
@@ -186,8 +193,7 @@ class KernelPacked(PackedStorage):
         out, acc = attend(call, plan, group, rows, spent)
         if not rows:
             return out, None, None
-        truth = self._audit(call, plan, rows, group.stored)
-        found = self._cells(call, plan, group, acc, out[group.local], spent, truth)
+        found = self._cells(call, plan, group, acc, out[group.local], spent, self._audit(call, plan, group, out))
         if not any(spent):
             return out, found, None
         nothing = [0.0] * len(rows)
@@ -297,7 +303,7 @@ class KernelPacked(PackedStorage):
         acc: Tensor,
         out: Tensor,
         spent: list[float],
-        truth: Tensor | None,
+        audit: Audit | None,
     ) -> CellBatch:
         visible = visible_tokens([plan.rows[number] for number in group.rows], call.window_left)
         return kernel_cells(
@@ -310,7 +316,7 @@ class KernelPacked(PackedStorage):
             has_sink=call.sinks is not None,
             v_dim=out.shape[-1],
             arithmetic=own_arithmetic(call.q.dtype),
-            tv_audit=truth,
+            audit=audit,
         )
 
     @staticmethod
@@ -323,26 +329,47 @@ class KernelPacked(PackedStorage):
         own = (row.position + 1 - prefix for row, prefix in zip(rows, prefixes, strict=True))
         return [min(mine, seen) for mine, seen in zip(own, visible, strict=True)]
 
-    def _audit(self, call: AttentionCall, plan: RowPlan, rows: list[int], stored: bool) -> Tensor | None:
-        """True TV [R, H] of audited rows, NaN in the others; None if there are none."""
-        audited = [i for i, number in enumerate(rows) if plan.rows[number].audited]
-        if call.layer not in self.exact_k or not audited:
+    def _audit(self, call: AttentionCall, plan: RowPlan, group: Group, out: Tensor) -> Audit | None:
+        """Of the rows of a group whose outputs are out [T, H, Dv], those that are audited."""
+        kept = self.exact_k.get(call.layer)
+        if kept is None or not group.rows:
             return None
-        truth = torch.full((len(rows), call.q.shape[1]), float("nan"), dtype=torch.float64)
-        for i in audited:
-            row = plan.rows[rows[i]]
-            slots = plan.slots_of(rows[i])
-            first = max(slots.numel() - call.window_left - 1, 0) if call.window_left >= 0 else 0
-            slots = slots[first:]
-            exact = self.exact_k[call.layer][slots]
-            read, _ = self.cache.read(call.layer, slots)
-            if not stored:  # the chunk's own tokens are not packed yet, and were read exactly
-                prefix = plan.requests[row.request].numel() - plan.new_tokens[row.request]
-                own = torch.arange(first, first + slots.numel(), device=slots.device) >= prefix
-                read = torch.where(own[:, None, None], exact.to(read), read)
-            found = true_tv(call.q[row.token], read, exact, call.sm_scale, call.logits_soft_cap, call.sinks)
-            truth[i] = found.cpu()
-        return truth
+        own = None
+        if not group.stored:  # a chunk's own tokens are not packed yet, and were read exactly
+            chosen = torch.zeros(call.slots.numel(), dtype=torch.bool, device=call.slots.device)
+            own = call.part(chosen.index_fill(0, group.tokens, True))
+        packed, digits = self.cache[call.layer], call.q.dtype != torch.float32
+
+        def read(slots: Tensor) -> tuple[Tensor, Tensor]:
+            found = gather([slots], packed, functools.partial(self.cache.read, call.layer), own)
+            return found.k, found.v
+
+        def format_error(q: Tensor, slots: Tensor) -> Tensor:
+            error = packed_dot_error(packed, q, slots, call.sm_scale, digits)
+            return error if own is None else error.masked_fill(torch.isin(slots, own.slots), 0.0)
+
+        return compare_rows(
+            call.q[group.tokens[group.local]],
+            list(out[group.local]),
+            [plan.seen_by(number, call.window_left) for number in group.rows],
+            read,
+            kept.__getitem__,
+            plan.audited[group.rows],
+            Attended(call.sm_scale, call.logits_soft_cap, call.sinks, own_arithmetic(call.q.dtype)),
+            format_error,
+        )
+
+
+def packed_dot_error(layer: PackedLayer, q: Tensor, slots: Tensor, sm_scale: float, digits: bool) -> Tensor:
+    """``[H, S]``: how far the kernels' product of q [H, D] with codes is from that with what the codes stand for.
+
+    It errs by a share of 127.5 steps of a scale, whatever the number that is stored; digits: of 16-bit queries.
+    """
+    if layer.channels is not None:
+        q = masked_query(q, layer.channels)
+    scales = layer.k_scale[slots]
+    share = slack.int8_dot_error(scales.shape[-1]) + (lost_share(q) if digits else 0.0)
+    return radius_dither(q, scales, sm_scale, 0.0, slots.numel()) * (2.0 * slack.MAX_CODE * share)
 
 
 def waves(plan: RowPlan, stored: Sequence[bool]) -> list[list[int]]:

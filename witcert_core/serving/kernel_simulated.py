@@ -7,18 +7,20 @@ a CPU under TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from witcert_core.audit import Attended, Audit, compare_rows
 from witcert_core.kernel_error import KernelArithmetic
 from witcert_core.kernels.certify import FP8, certify
 from witcert_core.kernels.common.backend import kernels_serve
 from witcert_core.kernels.common.pages import PageTable
 from witcert_core.kernels.witness import record_witness
-from witcert_core.meter import CellBatch, true_tv
+from witcert_core.meter import CellBatch
 from witcert_core.policy import Policy
 from witcert_core.pool import Pool
 from witcert_core.serving import measuring
@@ -121,8 +123,9 @@ class KernelSimulated(SimulatedCache):
             return
         rows = self._rows_of(plan)
         heads = out.view(-1, self.geometry.num_qo_heads, self.geometry.v_head_dim)
-        norm = output_norm(heads[rows.tokens])
-        step.layers[call.layer] = self._cells(call, rows, deltas, norm, self._audit(call, plan))
+        made = heads[rows.tokens]
+        norm = output_norm(made)
+        step.layers[call.layer] = self._cells(call, rows, deltas, norm, self._audit(call, plan, made))
         measuring.compare(
             step,
             plan,
@@ -153,7 +156,7 @@ class KernelSimulated(SimulatedCache):
         return self._rows
 
     def _cells(
-        self, call: AttentionCall, rows: Rows, deltas: list[float], norm: Tensor, truth: Tensor | None
+        self, call: AttentionCall, rows: Rows, deltas: list[float], norm: Tensor, audit: Audit | None
     ) -> CellBatch:
         k, v = self.pool.pages(call.layer)
         side = self.store[call.layer]
@@ -196,22 +199,20 @@ class KernelSimulated(SimulatedCache):
             has_sink=call.sinks is not None,
             v_dim=v.shape[-1],
             arithmetic=arithmetic,
-            tv_audit=truth,
+            audit=audit,
         )
 
-    def _audit(self, call: AttentionCall, plan: RowPlan) -> Tensor | None:
-        """True TV [R, H] of audited rows, NaN in the others; None if there are none."""
+    def _audit(self, call: AttentionCall, plan: RowPlan, made: Tensor) -> Audit | None:
+        """What the engine made [R, H, Dv] of the planned rows, where they are audited."""
         kept = self.store.exact_k.get(call.layer)
-        if kept is None or not bool(plan.audited.any()):
+        if kept is None:
             return None
-        truth = torch.full((len(plan.rows), call.q.shape[1]), float("nan"), dtype=torch.float64)
-        for number, row in enumerate(plan.rows):
-            if row.audited:
-                slots = plan.slots_of(number)
-                if call.window_left >= 0:
-                    slots = slots[-(call.window_left + 1) :]
-                stored, _ = self.pool.read(call.layer, slots)
-                exact = kept[slots]
-                found = true_tv(call.q[row.token], stored, exact, call.sm_scale, call.logits_soft_cap, call.sinks)
-                truth[number] = found.cpu()
-        return truth
+        return compare_rows(
+            call.q[plan.tokens],
+            list(made),
+            [plan.seen_by(number, call.window_left) for number in range(len(plan.rows))],
+            functools.partial(self.pool.read, call.layer),
+            kept.__getitem__,
+            plan.audited,
+            Attended(call.sm_scale, call.logits_soft_cap, call.sinks, call.arithmetic),
+        )

@@ -8,9 +8,10 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from witcert_core.audit import Audit, Read
 from witcert_core.cells import Terms
 from witcert_core.gated_rows import LayerCall, RequestRows
-from witcert_core.meter import CellBatch, Radii, Read, Summed, measure_rows
+from witcert_core.meter import CellBatch, Radii, Summed, measure_rows
 from witcert_core.repair import BlockRepairer
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.rows import Attends, ReadRow, RowPlan
@@ -27,10 +28,12 @@ def observe(
     exact_k: Tensor | None,
     delta_loc: list[float],
     form: str,
+    outputs: Sequence[Tensor | None],
 ) -> None:
     """Measure the planned rows; under the dither law once more deterministically.
 
-    seen: per row, where its tokens are, in the terms of `read`, `radii` and exact_k [SLOTS, Hkv, D], for audits.
+    seen: per row, where its tokens are, in the terms of `read`, `radii` and exact_k [SLOTS, Hkv, D], for audits, as are
+    outputs: per row what the engine made of it, [H, Dv], None where what it read is not known.
     """
 
     def summed(delta: list[float], audit: bool) -> Summed:
@@ -48,6 +51,7 @@ def observe(
             form=form,
             exact_k=exact_k,
             audit_rows=plan.audited if audit else None,
+            outputs=outputs,
         )
 
     step.summed[call.layer] = summed(delta_loc, exact_k is not None)
@@ -77,6 +81,7 @@ def gate(
             slots=plan.slots_of(numbers[-1]),
             delta_loc=min(delta_loc[n] for n in numbers),
             audited=plan.audited[numbers],
+            outputs=outputs[plan.tokens[numbers]],
         )
         for index, numbers in zip(indices, places, strict=True)
     ]
@@ -125,24 +130,32 @@ def stacked(parts: list[Summed]) -> Summed:
         parts[0].has_sink,
         torch.cat([part.num_visible for part in parts]),
         torch.cat([part.num_quantized for part in parts]),
-        audits([(part.tv_audit, part.terms.norm) for part in parts]),
+        _stacked_audits([(part.audit, part.terms.norm) for part in parts]),
         torch.cat([part.delta_loc for part in parts]),
     )
 
 
+def _stacked_audits(parts: list[tuple[Audit | None, Tensor]]) -> Audit | None:
+    tv, excess = (
+        audits([(None if audit is None else getattr(audit, field.name), like.cpu()) for audit, like in parts])
+        for field in fields(Audit)
+    )
+    return None if tv is None or excess is None else Audit(tv, excess)
+
+
 def audits(parts: list[tuple[Tensor | None, Tensor]]) -> Tensor | None:
-    """True TV of the rows of several batches, each with a tensor of its shape: NaN in those that were not audited."""
-    if all(truth is None for truth, _ in parts):
+    """What was found of the rows of several batches, each with a tensor of its shape: NaN where nothing was audited."""
+    if all(found is None for found, _ in parts):
         return None
-    return torch.cat([torch.full_like(like, float("nan")) if truth is None else truth for truth, like in parts])
+    return torch.cat([torch.full_like(like, float("nan")) if found is None else found for found, like in parts])
 
 
 def joined(batches: list[CellBatch]) -> CellBatch:
-    """The rows of several batches one after the other; rows of a batch that was not audited are NaN in `tv_audit`."""
+    """The rows of several batches one after the other; rows of a batch that was not audited are NaN in its audit."""
 
     def column(name: str) -> Tensor | None:
-        if name == "tv_audit":
-            return audits([(batch.tv_audit, batch.meter) for batch in batches])
+        if name in ("tv_audit", "excess"):
+            return audits([(getattr(batch, name), batch.meter) for batch in batches])
         return torch.cat([getattr(batch, name) for batch in batches])
 
     return CellBatch(**{field.name: column(field.name) for field in fields(CellBatch)})  # type: ignore[arg-type]

@@ -117,7 +117,7 @@ class PackedStorage:
         read = gather(plan.requests, source[call.layer], lambda flat: source.read(call.layer, flat), own)
         out = attend(call.q, read, plan.new_tokens, call.sm_scale)
         if self.repairer is None:
-            self._measure(call, read, plan, step, deltas)
+            self._measure(call, read, plan, step, deltas, out)
         else:
             self._gate(call, plan, step, deltas, out)
         if own is not None:
@@ -154,13 +154,13 @@ class PackedStorage:
             measuring.gate(step, plan, layer_call, call.q[plan.tokens], out, self.repairer, deltas)
 
     def _measure(
-        self, call: AttentionCall, read: Gathered, plan: RowPlan, step: StepCells, deltas: list[float]
+        self, call: AttentionCall, read: Gathered, plan: RowPlan, step: StepCells, deltas: list[float], out: Tensor
     ) -> None:
         if plan.rows and call.layer in self.metered_layers:
             exact = self.exact_k.get(call.layer)
             audited = None if exact is None else exact[read.slots]
-            seen, form = read.seen(plan.rows), self.policy.meter.form
-            measuring.observe(step, plan, call, seen, read.read, read.radii, audited, deltas, form)
+            seen, form, made = read.seen(plan.rows), self.policy.meter.form, list(out[plan.tokens])
+            measuring.observe(step, plan, call, seen, read.read, read.radii, audited, deltas, form, made)
 
 
 def attend(q: Tensor, read: Gathered, new: list[int], sm_scale: float) -> Tensor:

@@ -207,10 +207,12 @@ class SimulatedCache:
         if not plan.rows or call.layer not in self.metered_layers:
             return
         exact_k = self.store.exact_k.get(call.layer)
+        outputs = out.view(-1, self.geometry.num_qo_heads, self.geometry.v_head_dim)
         if self.repairer is None:
             seen = [plan.slots_of(number) for number in range(len(plan.rows))]
             read, radii = functools.partial(self.pool.read, call.layer), self.store[call.layer]
-            measuring.observe(step, plan, call, seen, read, radii, exact_k, deltas, self.policy.meter.form)
+            form, made = self.policy.meter.form, list(outputs[plan.tokens])
+            measuring.observe(step, plan, call, seen, read, radii, exact_k, deltas, form, made)
             return
         layer_call = LayerCall(
             layer=call.layer,
@@ -222,7 +224,6 @@ class SimulatedCache:
             exact_k=exact_k,
             arithmetic=call.arithmetic,
         )
-        outputs = out.view(-1, self.geometry.num_qo_heads, self.geometry.v_head_dim)
         measuring.gate(step, plan, layer_call, call.q[plan.tokens], outputs, self.repairer, deltas)
 
     def status(self) -> dict[str, int]:

@@ -28,6 +28,7 @@ from witcert_sglang.ranks import attention_ranks
 from witcert_sglang.results import report, send_along, streamer_class
 from witcert_sglang.rotary import rotary_modules
 from witcert_sglang.runtime import SglangRuntime
+from witcert_sglang.selfcheck import check_attention
 
 T = TypeVar("T")
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -53,6 +54,7 @@ class Installation:
         self.policy = policy
         self.quantizer = quantizer
         self.runtime: SglangRuntime | None = None
+        self.checked: list[str] = []  # passes of the attention backends that were compared at start
 
     def hooks(self) -> list[Hook]:
         """All hooks; those of the main process serve HTTP clients and the start-up checks."""
@@ -206,7 +208,11 @@ class Installation:
                 runner.req_to_token_pool,
             )
         if self.policy.quantizer.storage != "packed":  # which our own kernels attend
-            windows.check_backend(support.check_layers(runner.model, runner.token_to_kv_pool.layer_num), backend)
+            pool = runner.token_to_kv_pool
+            layers = support.check_layers(runner.model, pool.layer_num)
+            windows.check_backend(layers, backend)
+            if not self.policy.meters_engine:
+                self.checked += check_attention(backend, layers, runner.req_to_token_pool, pool, runner.dtype)
         return self.runtime
 
     def after_cell_size(self, result: int, configurator: Any, kvc: Any, num_layers: int) -> int:

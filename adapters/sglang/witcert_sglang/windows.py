@@ -50,9 +50,14 @@ CONVENTIONS: dict[str, Convention] = {
 
 def convention_of(backend: type[Any]) -> Convention:
     """That of a backend's class, or of the class of SGLang's that it derives from."""
+    return CONVENTIONS[stock_class(backend).__name__]
+
+
+def stock_class(backend: type[Any]) -> type[Any]:
+    """SGLang's class that `backend` is or derives from; UnsupportedError for another one."""
     for base in backend.__mro__:
         if base.__name__ in CONVENTIONS:
-            return CONVENTIONS[base.__name__]
+            return base
     raise UnsupportedError(
         f"attention backend {backend.__name__} is not one whose windows and logit caps are known; use one of SGLang's "
         f"{', '.join(CONVENTIONS)}"
