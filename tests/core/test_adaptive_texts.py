@@ -227,14 +227,17 @@ def test_a_request_forgotten_among_many_spends_its_delta_once(monkeypatch: pytes
     served = Served(stride=1)
     served.step("victim", FIRST, 8, True)
     slots = FIRST
+    ordinals: list[int] = []
     for turn in range(3):
         for _ in range(4):
             slots = torch.cat([slots, slots[-1:] + 1])
             step = served.step("victim", slots, 1, False)
             assert bool(step.without_law) == (turn > 0)
+            ordinals += [row.ordinal for row in step.rows]
         for number in range(3):
             served.runtime.planner.request(f"other-{turn}-{number}")
         assert not served.runtime.planner.knows("victim")
+    assert ordinals == sorted(set(ordinals))  # no row of the budget's series is used twice
     summary = served.summary("victim")
     assert NOT_FROM_ITS_START in summary["claim"]
     assert summary["tier"] == "witness"
@@ -263,9 +266,11 @@ def test_a_finished_id_may_be_used_again() -> None:
 
 
 @given(st.sets(st.text(), max_size=40), st.text())
-def test_what_was_forgotten_is_never_taken_for_new(ids: set[str], other: str) -> None:
+def test_what_was_forgotten_is_never_counted_too_low(ids: set[str], other: str) -> None:
     kept = Forgotten()
-    for name in ids:
-        kept.add(name)
-    assert all(name in kept for name in ids)
-    assert other in ids or other not in kept
+    for count, name in enumerate(sorted(ids)):
+        kept.add(name, count)
+    assert all(kept.metered(name) == count for count, name in enumerate(sorted(ids)))
+    kept.add(other, 2)
+    assert kept.metered(other) >= 2
+    assert Forgotten().metered(other) is None

@@ -10,7 +10,7 @@ LOCAL = "local to a layer: nothing is claimed end to end"
 NON_ADAPTIVE = "non-adaptive queries: texts fixed before the cached prefix was written"
 SAMPLED_PREFIX = "its cached prefix holds tokens that were sampled, or loaded, before"
 AFTER_ITS_ANSWER = "its text goes on after an answer of its own"
-NOT_FROM_ITS_START = "what it has spent of its failure probability is not known"
+NOT_FROM_ITS_START = "its earlier passes were forgotten, or not seen"
 
 
 def claim(tier: Tier, delta: float, cells_beside: int, cells_undithered: int, without_law: str = "") -> str:

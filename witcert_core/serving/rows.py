@@ -169,8 +169,8 @@ class RowPlan:
 class RowPlanner:
     """Plans every pass of one process; keeps the counts of the requests it has seen.
 
-    Of more than MAX_TRACKED_REQUESTS the one idle longest is forgotten. What it spent is not known any more, so should
-    it go on it may spend nothing.
+    Of more than MAX_TRACKED_REQUESTS the one idle longest is forgotten, all but the number of its metered rows. Should
+    it go on, they are counted on from there, and it may spend no failure probability.
     """
 
     def __init__(self, *, stride: int, max_rows: int, audit_every: int, stored_prefill: bool) -> None:
@@ -185,12 +185,16 @@ class RowPlanner:
         rows = self._requests.pop(rid, None) or self._first_seen(rid)
         self._requests[rid] = rows
         if len(self._requests) > MAX_TRACKED_REQUESTS:
-            self._forgotten.add(self._requests.popitem(last=False)[0])
+            oldest, counts = self._requests.popitem(last=False)
+            self._forgotten.add(oldest, counts.metered)
         return rows
 
     def _first_seen(self, rid: str) -> RowCounts:
-        # Of one that was forgotten nobody knows which tokens it sampled: all that it writes count as such.
-        return RowCounts(sampled_from=0, without_law=NOT_FROM_ITS_START) if rid in self._forgotten else RowCounts()
+        metered = self._forgotten.metered(rid)
+        if metered is None:
+            return RowCounts()
+        # Which of its tokens were sampled, and what its prefix was, is not known: all that it writes counts as sampled.
+        return RowCounts(metered=metered, sampled_from=0, without_law=NOT_FROM_ITS_START)
 
     def knows(self, rid: str) -> bool:
         """Whether some pass of this request was planned, and it was not forgotten since."""
