@@ -76,7 +76,11 @@ class Served:
             assert own_k is not None
             assert own_v is not None
             self.write(0, own, own_k, own_v)
-            return torch.zeros(new, D)
+            outs = []
+            for i, mine in enumerate(q):
+                keys, values = (x[slots[: slots.numel() - new + i + 1], 0] for x in (self.k, self.v))
+                outs.append((mine @ keys.T * SCALE).softmax(-1) @ values)
+            return torch.cat(outs)
 
         places = torch.arange(slots.numel() - new, slots.numel())
         self.runtime.attend(AttentionCall(0, q, k, torch.randn(new, 1, D), own, places, SCALE, run, True))
@@ -153,18 +157,22 @@ def test_no_query_aligned_with_the_dither_it_has_seen_passes_what_is_claimed() -
     assert passed > 0  # under tier D's radii the claim would have been broken
 
 
-def test_slots_that_an_engine_exchanges_after_a_chunk_are_looked_at(served: Served) -> None:
-    """SGLang gives a running request the slots of an equal prefix that another one has put into its tree."""
-    own = torch.arange(40, 52)
-    step = served.step("second", own, 12, True)
+@pytest.mark.parametrize("generated", [0, 1])
+def test_slots_that_an_engine_exchanges_after_a_chunk_are_looked_at(served: Served, generated: int) -> None:
+    """SGLang gives a running request the slots of an equal prefix that another one has put into its tree, before its
+    first generated token or, with the overlap scheduler, before the second."""
+    step = served.step("second", torch.arange(40, 52), 12, True)
+    for _ in range(generated):
+        step = served.step("second", torch.arange(40, 53), 1, False)
     assert (step.layers[0].delta_loc > 0).all()
-    exchanged = torch.cat([FIRST, ANSWER, torch.tensor([30])])
+    exchanged = torch.cat([FIRST, ANSWER, torch.arange(52, 53 + generated)])
     step = served.step("second", exchanged, 1, False)
     assert (step.layers[0].delta_loc == 0).all()
     summary = served.summary("second")
     assert summary["tier"] == "witness"
     assert summary["tier_cells"] == {"witness": 1}
-    assert summary["unknown_reasons"][LAW_WITHDRAWN] == 8  # of twelve prompt rows max_rows were metered
+    # Of twelve prompt rows max_rows were metered.
+    assert summary["unknown_reasons"][LAW_WITHDRAWN] == 8 + generated
     assert summary["tv_certified_cells"] <= summary["cells_measured"] == 1
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from witcert_core.truth import Truth
 
 MAX_TRACKED_REQUESTS = 65536
+LOOKS = 2
+"""Generated tokens after a chunk at which a prefix is looked at. SGLang exchanges the slots of a prompt for equal ones
+when it has the chunk's result, and with its overlap scheduler the first generated token is under way by then."""
 ReadRow = Callable[[int], tuple[Tensor, Tensor]]
 """Number of a row -> keys [S, Hkv, D] and values [S, Hkv, Dv] that attention read for it, its window applied."""
 
@@ -75,7 +78,7 @@ class RowCounts:
     """Running counts of one request: decode rows seen (they set the stride) and rows metered (they spend delta).
 
     reached: tokens computed so far, prefix included. sampled_from: position of its first token that was sampled, None
-    before that. prefix_known: its prefix is what was looked at before. without_law: why only deterministic bounds are
+    before that. decoded: generated tokens since its last chunk. without_law: why only deterministic bounds are
     claimed for it, or ''.
     """
 
@@ -83,13 +86,12 @@ class RowCounts:
     metered: int = 0
     reached: int = 0
     sampled_from: int | None = None
-    prefix_known: bool = False
+    decoded: int = 0
     without_law: str = ""
 
     def follow(self, prefix: int, new: int, decoding: bool, prefilling: bool | None) -> tuple[int, int]:
         """Take note of a pass. How many of its last new tokens were sampled, and how long the prefix is whose origin
-        must be looked at: that of a chunk, and of the first generated token after one (engines exchange the slots of a
-        prompt for equal ones in between)."""
+        must be looked at: that of a chunk, and of the first LOOKS generated tokens after one."""
         if decoding or prefilling is False:
             first = prefix
         elif prefix < self.reached:  # computed once more, after a preemption: behind its prompt with what was sampled
@@ -99,8 +101,8 @@ class RowCounts:
         if first < prefix + new:
             self.sampled_from = first if self.sampled_from is None else min(self.sampled_from, first)
         own = prefix + new if self.sampled_from is None else self.sampled_from
-        looked = 0 if decoding and self.prefix_known else min(prefix, own)
-        self.prefix_known = decoding
+        looked = 0 if decoding and self.decoded >= LOOKS else min(prefix, own)
+        self.decoded = self.decoded + 1 if decoding else 0
         self.reached = max(self.reached, prefix + new)
         return max(prefix + new - max(own, prefix), 0), looked
 
@@ -202,7 +204,7 @@ class RowPlanner:
 
     def knows_prefix(self, rid: str) -> bool:
         """Whether the next generated token of this request needs its slots looked at no more."""
-        return rid in self._requests and self._requests[rid].prefix_known
+        return rid in self._requests and self._requests[rid].decoded >= LOOKS
 
     def claim_no_law(self, rid: str, why: str) -> None:
         """Of a request known here: from now on it spends no failure probability."""

@@ -77,7 +77,7 @@ class SglangRuntime(Runtime):
         if forward_batch.forward_mode.is_idle() or not forward_batch.rids:
             return original(runner, forward_batch, *args, **kwargs)
         replays = self.graphs is not None and will_replay(runner, forward_batch)
-        # Whose prefix is still to be looked at (tier D) needs its slots here: once a request.
+        # Whose prefix is still to be looked at (tier D) needs its slots here: twice a request.
         looked = self.generated is None or all(self.planner.knows_prefix(rid) for rid in forward_batch.rids)
         if replays and looked:
             requests = requests_on_device(forward_batch)
