@@ -54,9 +54,8 @@ def server_command(model: Path, port: int, options: Sequence[str]) -> list[str]:
         "--skip-server-warmup",
     ]
     return [
-        sys.executable,
-        "-m",
-        "sglang.launch_server",
+        str(Path(sys.executable).with_name("sglang")),
+        "serve",
         "--model-path",
         str(model),
         *fixed,

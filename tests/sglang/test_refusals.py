@@ -35,7 +35,8 @@ def launch(model: Path, policy: Path, options: Sequence[str] = (), extra_path: P
     env = server_environment(policy)
     if extra_path is not None:
         env["PYTHONPATH"] = str(extra_path)
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", *options]
+    entry = Path(sys.executable).with_name("sglang")
+    command = [str(entry), "serve", "--model-path", str(model), "--device", "cpu", *options]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
     return done.returncode, done.stdout + done.stderr
 

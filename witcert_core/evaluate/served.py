@@ -21,7 +21,7 @@ from witcert_core.evaluate.tasks import EvalSample
 from witcert_core.suggest import did_you_mean, listed
 
 COMMANDS: dict[str, Sequence[str]] = {
-    "sglang": ("-m", "sglang.launch_server", "--model-path"),
+    "sglang": (str(Path(sys.executable).with_name("sglang")), "serve", "--model-path"),
     "vllm": ("-m", "vllm.entrypoints.cli.main", "serve"),
 }
 """Arguments of this interpreter up to the model's path, by engine."""
