@@ -60,7 +60,7 @@ def certified(tally: Tally) -> str:
     """Share of cells within tau; under the dither law both tiers, since only one of them covers generated text."""
     share, any_query = tally.certified_share, tally.any_query_share
     if share is None or any_query is None:
-        return "unknown"
+        return "nothing quantized was read" if tally.exact else "unknown"
     if tally.tier == "witness":
         return f"{share:.1%} of {tally.measured} cells (tier W: any query)"
     return (

@@ -28,6 +28,7 @@ class Tally:
     name: str
     asked: list[Asked] = field(default_factory=list)
     measured: int = 0
+    exact: int = 0
     unknown: int = 0
     certified: int = 0
     certified_any_query: int = 0
@@ -62,6 +63,7 @@ class Tally:
             return
         self.tau = summary["tau"]
         self.measured += summary["cells_measured"]
+        self.exact += summary["cells_exact"]
         self.unknown += summary["cells_unknown"]
         self.certified += summary["tv_certified_cells"]
         beside = summary["tier_w_beside"]
@@ -83,7 +85,8 @@ class Tally:
         )
         share = self.certified_share
         if share is None:
-            return f"{self.name}: nothing was measured, so nothing is known; {answers}."
+            seen = "nothing quantized was read" if self.exact else "nothing was measured, so nothing is known"
+            return f"{self.name}: {seen}; {answers}."
         if share == 1.0:
             seen = f"every cell was certified to move attention by at most {self.tau:g} (worst bound {self.worst:.3f})"
         else:

@@ -67,6 +67,23 @@ def test_a_request_without_measurements_has_no_worst_meter() -> None:
     assert value(registry, "witcert_audit_violations_total", **QUANTIZER) == 0
 
 
+def test_exact_cells_and_the_tokens_read_have_counters_of_their_own() -> None:
+    registry = CollectorRegistry()
+    book = RequestLedger(make_policy(), "sglang", 1, 2, metrics=Metrics(registry))
+    book.observe("r", 0, 1, 0, batch([[0.0, 0.1]], quantized=[[0, 0]]), 0)
+    book.observe("s", 0, 1, 0, batch([[0.0, 0.1]], quantized=[[0, 5]]), 0)
+    book.finish("r", "stop")
+    assert value(registry, "witcert_request_worst_meter_count", **QUANTIZER) in (None, 0)
+    assert value(registry, "witcert_cells_total", status="exact", **QUANTIZER) == 3
+    assert value(registry, "witcert_cells_total", status="measured", **QUANTIZER) == 1
+    assert value(registry, "witcert_cells_total", status="unknown", **QUANTIZER) == 0
+    assert value(registry, "witcert_cells_tv_certified_total", **QUANTIZER) == 1
+    assert value(registry, "witcert_cell_meter_count", **QUANTIZER) == 1
+    assert value(registry, "witcert_tokens_read_total", status="quantized", **QUANTIZER) == 5
+    assert value(registry, "witcert_tokens_read_total", status="exact", **QUANTIZER) == 4 * 9 - 5
+    assert value(registry, "witcert_rows_total", status="metered") == 2
+
+
 def test_many_at_once_equal_one_by_one() -> None:
     values = torch.cat([torch.rand(500, dtype=torch.float64) ** 3, torch.tensor([0.0, *METER_BUCKETS])])
     registry = CollectorRegistry()
