@@ -79,7 +79,7 @@ def measured(server: Metered, reply: dict[str, Any]) -> Cells:
     audit = reply["meta_info"]["witcert"]["audit"]
     assert audit["violations"] == audit["mismatches"] == 0
     wanted = reply["meta_info"]["id"]
-    records = [r for r in server.records() if r["request_id"] == wanted and r.get("status") == "measured"]
+    records = [r for r in server.records() if r["request_id"] == wanted and r.get("status") in ("measured", "exact")]
     return {(r["position"], r["layer"], r["q_head"]): r["meter"] for r in records}
 
 

@@ -70,7 +70,7 @@ def test_no_decode_row_is_missed(fp8_twin: Metered, summaries: list[dict[str, An
     """Every generated token but the last is read by one row, in a decode pass or inside a mixed chunk."""
     positions: dict[str, set[int]] = {}
     for record in fp8_twin.records():
-        if record["schema"].startswith("witcert.cell") and record["status"] == "measured":
+        if record["schema"].startswith("witcert.cell") and record["status"] != "unknown":
             positions.setdefault(record["request_id"], set()).add(record["position"])
     for summary in summaries:
         decode = {p for p in positions[summary["request_id"]] if p >= 512}

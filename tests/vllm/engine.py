@@ -65,8 +65,9 @@ def read_records(jsonl: Path) -> list[dict[str, Any]]:
 
 
 def cells_of(jsonl: Path, request_id: str) -> Cells:
-    """Bound of every measured cell of a request by position, layer and head."""
-    mine = [r for r in read_records(jsonl) if r["request_id"] == request_id and r.get("status") == "measured"]
+    """Bound of every cell of a request that was looked at, exact ones too, by position, layer and head."""
+    looked_at = ("measured", "exact")
+    mine = [r for r in read_records(jsonl) if r["request_id"] == request_id and r.get("status") in looked_at]
     return {(r["position"], r["layer"], r["q_head"]): r["meter"] for r in mine}
 
 

@@ -119,5 +119,6 @@ def test_the_same_report(both: Parity) -> None:
         own = {"engine", "request_id", "finish_reason"}
         for key in sglang["summary"].keys() - own:
             assert type(vllm["summary"][key]) is type(sglang["summary"][key]), key
-        for key in ("rows_seen", "rows_metered", "cells_measured", "unknown_reasons", "claim", "tier"):
+        counts = ("rows_seen", "rows_metered", "cells_measured", "cells_exact", "tokens_read", "unknown_reasons")
+        for key in (*counts, "claim", "tier"):
             assert vllm["summary"][key] == sglang["summary"][key], key
