@@ -1,7 +1,7 @@
 """The root command. A user's mistake is one line on stderr and exit code 2, never a traceback.
 
 Exit codes: 0 done; 1 an answer that is bad news (a bound was violated, an engine refuses); 2 the command could not do
-what was asked; 130 stopped by Ctrl-C; 141 nobody reads the output any more.
+what was asked; 130 stopped by Ctrl-C, 143 by SIGTERM; 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit code: 0 done; 1 a bound was violated or an engine refuses; 2 this could not be done; 130 Ctrl-C.",
+    epilog="Exit code: 0 done; 1 a bound was violated or an engine refuses; 2 this could not be done; 130 Ctrl-C; "
+    "143 SIGTERM.",
 )
 app.add_typer(policy.app, name="policy")
 app.add_typer(bounds.app, name="bounds")

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from rich.console import Console
 
 from witcert_core.evaluate.askers import Asker, Reply
 from witcert_core.evaluate.progress import progress
 from witcert_core.evaluate.records import Key, RecordFile, SampleRecord, meter_of
+from witcert_core.evaluate.servers import held_signals
 from witcert_core.evaluate.tasks import EvalSample, TaskSource, TextTokenizer, score
+
+Wanted = Sequence[Sequence[tuple[EvalSample, Key]]]
+"""Samples of a task and length, part after part, each with the key of its record."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +53,10 @@ def run(plan: Plan, askers: Sequence[Asker], tokenizer: TextTokenizer, file: Rec
             bar = shown.add_task(f"{asker.quantizer} {asker.mode}", total=total, completed=total - left)
             if not open_parts:
                 continue
+            wanted = [[(samples[key[4]], key) for key in missing] for missing, samples in open_parts]
             asker.open()
-            try:
-                with ThreadPoolExecutor(asker.parallel) as pool:
-                    for missing, samples in open_parts:
-                        futures = [pool.submit(_ask, asker, samples[key[4]], key) for key in missing]
-                        new += _collect(futures, file, partial(shown.advance, bar))
-            finally:
-                asker.close()
+            ask_all = _one_by_one if asker.parallel == 1 else _side_by_side
+            new += ask_all(asker, wanted, file, partial(shown.advance, bar))
     return new
 
 
@@ -64,17 +65,36 @@ def _missing(plan: Plan, asker: Asker, task: str, num_tokens: int, file: RecordF
     return [key for key in keys if not file.has(key)]
 
 
-def _collect(
-    futures: Sequence[Future[SampleRecord]], file: RecordFile, advance: Callable[[], None]
-) -> int:
+def _one_by_one(asker: Asker, parts: Wanted, file: RecordFile, advance: Callable[[], None]) -> int:
+    """Asked by this very thread: a signal ends the answer at once, and no thread is left in a tensor operation."""
+    new = 0
     try:
-        for future in as_completed(futures):
-            file.add(future.result())
+        for sample, key in chain.from_iterable(parts):
+            file.add(_ask(asker, sample, key))
             advance()
+            new += 1
     finally:
-        for future in futures:
-            future.cancel()  # after an error: what has not begun need not
-    return len(futures)
+        asker.close()
+    return new
+
+
+def _side_by_side(asker: Asker, parts: Wanted, file: RecordFile, advance: Callable[[], None]) -> int:
+    new = 0
+    pool = ThreadPoolExecutor(asker.parallel)
+    try:
+        for part in parts:
+            with held_signals():  # a thread that is just being started would be in nobody's list
+                futures = [pool.submit(_ask, asker, sample, key) for sample, key in part]
+            for future in as_completed(futures):
+                file.add(future.result())
+                advance()
+                new += 1
+    finally:
+        # A wait for threads that a second signal interrupts counts them as ended; the interpreter's end then aborts.
+        with held_signals():
+            asker.close()  # a server that is stopped answers no more, so there is little to wait for
+            pool.shutdown(cancel_futures=True)  # after an error: what has not begun need not
+    return new
 
 
 def _ask(asker: Asker, sample: EvalSample, key: Key) -> SampleRecord:
