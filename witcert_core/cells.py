@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from witcert_core import directional
 from witcert_core.accumulate import attention_sums, weighted_values
 from witcert_core.bounds import FORM_NAMES, FORMS, extremal, meter
 from witcert_core.kernel_error import KernelArithmetic, attention_error, output_error, weight_error
@@ -35,6 +36,8 @@ class Terms:
             keys and values.
         shift: ``[...]`` TV between the corrected weights and the stored keys'; 0 without a sketch.
         out_shift: ``[...]`` what the output bound gains by the correction; 0 without a sketch.
+        spread: ``[...]`` mean square distance of the values from the centre of ``V_RADIUS``, at least.
+        moved: ``[...]`` the output bound that knows directions, of `directional.moved`; infinite where sums are all.
         handed: ``[...]`` distance between the stored cache's output in real arithmetic and what the kernel hands on.
     """
 
@@ -45,6 +48,8 @@ class Terms:
     centre_norm: Tensor
     shift: Tensor
     out_shift: Tensor
+    spread: Tensor
+    moved: Tensor
     handed: Tensor
 
 
@@ -89,11 +94,14 @@ def sum_terms(
     if form == "extremal":
         swept = extremal.bound(weights, torch.nn.functional.pad(c, (0, int(sinks is not None))))
     norm = centre.norm(dim=-1)
+    square = acc[..., AccField.V2]
+    spread = (square - norm.square()).clamp(min=0.0) + square * (SHIFT_UP - 1.0)  # what cancels is added back
+    moved = directional.moved(weights, c, v, rho, centre)
     nothing = torch.zeros_like(extra)
     if stored is None:
         sizes = value_sizes(acc, norm, sinks is not None)
         handed = output_error(extra, **sizes, num_tokens=num_tokens, v_dim=v.shape[-1], arithmetic=arithmetic)
-        return Terms(acc, extra, norm, swept, norm, nothing, nothing, handed)
+        return Terms(acc, extra, norm, swept, norm, nothing, nothing, spread, moved, handed)
     served_weights = softmax_with_sink(stored.logits, sinks)
     served = weighted_values(served_weights[:, : logits.shape[-1]], stored.v)
     shift = total_variation(weights, served_weights) * SHIFT_UP + SHIFT_LEAST
@@ -101,7 +109,7 @@ def sum_terms(
     # The engine's own arithmetic moves weight between stored values; the accumulators know the corrected ones.
     handed = attention_error(served_weights, stored.v, omega, num_tokens=num_tokens, arithmetic=arithmetic)
     acc[..., AccField.LOG_A] = full_log_a(served_weights, stored.logits - logits, c)
-    return Terms(acc, extra, served.norm(dim=-1), swept, norm, shift, out_shift, handed)
+    return Terms(acc, extra, served.norm(dim=-1), swept, norm, shift, out_shift, spread, moved, handed)
 
 
 def value_sizes(acc: Tensor, norm: Tensor, has_sink: bool) -> dict[str, Tensor]:
@@ -167,7 +175,8 @@ def bounds_of(terms: Terms, form: str, has_sink: bool) -> Bounds:
     else:
         tv = (terms.swept if form == "extremal" else FORMS[form](terms.acc)).clamp(max=1.0)
         which = torch.full_like(tv, FORM_NAMES.index(form), dtype=torch.int64)
-    out = output_bound(terms.acc, tv, terms.centre_norm, has_sink) + terms.out_shift + terms.handed
+    out = output_bound(terms.acc, tv, terms.centre_norm, has_sink, terms.spread, terms.moved)
+    out = out + terms.out_shift + terms.handed
     apart = tv + terms.extra
     above = (terms.shift + apart).clamp(max=1.0).nan_to_num(nan=1.0)
     # `shift` was rounded up twice, by its factor and its summand.

@@ -59,7 +59,7 @@ def test_attacked_logits_and_values_stay_within_the_bound(radius, rho_size, has_
         assert best < 1.2  # the value term is tight when nothing else moves
 
 
-def test_both_terms_are_needed_and_the_smaller_is_taken():
+def test_every_form_is_needed_and_the_smallest_is_taken():
     logits = torch.zeros(1, 4, dtype=torch.float64)
     v = torch.randn(4, 1, 3)
     rho = torch.zeros(4, 1)
@@ -70,9 +70,16 @@ def test_both_terms_are_needed_and_the_smaller_is_taken():
         tv, _ = meter(acc)
         by_mass = tv * 2 * acc[:, AccField.V_RADIUS]
         variance = (v[:, 0].double() - v[:, 0].double().mean(0)).square().sum(-1).mean()
-        by_variance = (1 + acc[:, AccField.ETA]) * acc[:, AccField.Q].sqrt() * variance.sqrt()
-        expected = torch.minimum(by_mass, by_variance)
+        by_place = tv * acc[:, AccField.V_RADIUS] + (tv * acc[:, AccField.V2]).sqrt()
+        q = acc[:, AccField.Q]
+        grown = torch.minimum(1 + acc[:, AccField.ETA], 1 / (1 - q).clamp(min=1e-30).sqrt())
+        by_variance = grown * q.sqrt() * variance.sqrt()
+        expected = torch.minimum(torch.minimum(by_mass, by_place), by_variance)
         torch.testing.assert_close(output_bound(acc, tv, norm), expected, rtol=1e-4, atol=1e-6)
+        given = output_bound(acc, tv, norm, spread=variance, moved=0.5 * by_mass)
+        by_place = tv * acc[:, AccField.V_RADIUS] + (tv * variance).sqrt()
+        expected = torch.minimum(torch.minimum(expected, by_place), 0.5 * by_mass)
+        torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_equal_exact_values_cannot_move():

@@ -14,6 +14,7 @@ from witcert_core.cells import Terms, value_sizes
 from witcert_core.kernel_error import KernelArithmetic, lost_weight, odds_moved, output_error
 from witcert_core.kernels.certify import Certificate
 from witcert_core.kernels.common.pages import PageTable
+from witcert_core.layout import AccField
 from witcert_core.meter import CellBatch, cell_batch
 from witcert_core.serving.rows import MeteredRow
 
@@ -124,7 +125,8 @@ def _cells(
         most = torch.minimum(most, handed_on * (1.0 + NORM_SLACK) + error)
     below = (handed_on * (1.0 - NORM_SLACK) - error).nan_to_num(nan=0.0).clamp(min=0.0)
     none = torch.zeros_like(below)
-    terms = Terms(sums, extra, below, none, below, none, none, error)
+    unknown = torch.full_like(below, float("inf"))  # directions: sums do not tell them
+    terms = Terms(sums, extra, below, none, below, none, none, sums[..., AccField.V2].double(), unknown, error)
     spent = torch.tensor(list(delta_loc), dtype=torch.float64)
     return cell_batch(terms, form, has_sink, visible, num_quantized.cpu(), audit, spent)
 
