@@ -56,8 +56,12 @@ def moved(weights: Tensor, c: Tensor, v: Tensor, rho: Tensor, out: Tensor) -> Te
     apart = torch.einsum("kgd,skd->kgs", o, value).mul_(-2.0).add_(reach).clamp_(min=0.0)
     distance = apart.add_(reach, alpha=2.0**-40).sqrt_()
 
-    first, second = p * torch.sinh(radius), p * (2.0 * torch.sinh(0.5 * radius).square())
+    growth = torch.expm1(radius)
+    shrunk = growth / (1.0 + growth)
+    first, second = 0.5 * p * (growth + shrunk), 0.5 * p * (growth * shrunk)  # of sinh c and cosh c - 1
     total = first.sum(dim=-1, keepdim=True)
+    if not bool(total.any()) and not bool(rho.any()):
+        return torch.zeros(cells, dtype=torch.float64, device=c.device)  # nothing is quantized
     typical = (first * distance).sum(dim=-1, keepdim=True) / total.clamp(min=1e-300)
     spread = distance + 0.3 * typical  # the a of the bound: it evens out what distant tokens weigh
     spread = torch.where(spread > 0, spread, 1.0)
@@ -67,18 +71,16 @@ def moved(weights: Tensor, c: Tensor, v: Tensor, rho: Tensor, out: Tensor) -> Te
         """``||sum x d|| + |sum x r||`` [K, G] of weights x [K, G, S], rounded up."""
         mass = x.sum(dim=-1, keepdim=True)
         vector = torch.einsum("kgs,skd->kgd", x, value) - mass * o
-        scalar = ((x * rho_off).sum(dim=-1)).abs()
+        scalar = (x * rho_off).sum(dim=-1).abs()
         # What cancels is off by as much as its terms are large.
-        lost = (torch.einsum("kgs,kgs->kg", x, reach.sqrt()) + (x * rho_off.abs()).sum(dim=-1)) * 2.0**-36
-        length: Tensor = vector.norm(dim=-1) + scalar + lost
+        length: Tensor = vector.norm(dim=-1) + scalar + mass[..., 0] * furthest * 2.0**-36
         return length
 
     mean = torch.einsum("kgs,sk->kg", p, rho.to(torch.float64))
     rho_off = rho.to(torch.float64).T[:, None] - mean[..., None]
+    furthest = 2.0 * reach.amax(dim=-1).sqrt() + rho_off.abs().amax(dim=-1)
     k0, k2 = (first * spread).sum(dim=-1) * UP, own.sum(dim=-1) * UP
-    # The centre itself is known to 2^-36 of the values.
-    inexact = (torch.einsum("kgs,kgs->kg", p, square.sqrt().expand_as(p)) + mean) * 2.0**-36
-    h = off_centre(second) + inexact
+    h = off_centre(second) + furthest * 2.0**-36  # the centre itself is known to as much of the values
     sigma = off_centre(own)
     largest = _largest_eigenvalue(own, distance, value, o)
     length = (largest.sqrt() + (own * rho_off.square()).sum(dim=-1).sqrt()).square() * UP
@@ -99,20 +101,39 @@ def _largest_eigenvalue(weight: Tensor, distance: Tensor, value: Tensor, out: Te
     chosen = share.topk(taken, dim=-1).indices
     rest = share.scatter(-1, chosen, 0.0).sum(dim=-1)
     by_head, head = value.transpose(0, 1), torch.arange(heads, device=value.device)[:, None, None]
+    dtype = product_dtype(value.device)
     step = max(1, MAX_ELEMENTS // (heads * taken * value.shape[-1]))
     found = []
     for first in range(0, group, step):
         part = slice(first, first + step)
-        d = by_head[head, chosen[:, part]] - out[:, part, None]
-        d = d * weight[:, part].gather(-1, chosen[:, part]).sqrt()[..., None]
-        found.append(_spectral(d.transpose(-1, -2) @ d))
+        picked = chosen[:, part]
+        d = (by_head[head, picked] - out[:, part, None]) * weight[:, part].gather(-1, picked).sqrt()[..., None]
+        trace = d.square().sum(dim=(-1, -2))
+        d = (d / torch.where(trace > 0, trace, 1.0).sqrt()[..., None, None]).to(dtype)
+        # Of trace 1, in any order of products: nothing is off by more than the terms of the trace.
+        unit = (taken + 4) * 2.0 * torch.finfo(dtype).eps
+        found.append(trace * (spectral(d.transpose(-1, -2) @ d) + unit))
     return (torch.cat(found, dim=1) + rest) * UP
 
 
-def _spectral(m: Tensor) -> Tensor:
-    """At least the largest eigenvalue of positive semidefinite ``m [..., D, D]``, by ``(tr m^16)^(1/16)``."""
-    trace = m.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
-    power = m / torch.where(trace > 0, trace, 1.0)[..., None, None]
+def product_dtype(device: torch.device) -> torch.dtype:
+    """float32 where its products are IEEE: half the time, and its rounding is known. Elsewhere float64."""
+    ieee = device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+    return torch.float32 if ieee else torch.float64
+
+
+def spectral(m: Tensor) -> Tensor:
+    """At least the largest eigenvalue, float64, of symmetric positive semidefinite ``m [..., D, D]``.
+
+    By ``(tr m^16)^(1/16)``, at most ``D^(1/16)`` too large. Of norm 1 before each of three products, a matrix has an
+    eigenvalue of at least ``D^-1/2``, and its square is off by ``D`` units at most.
+    """
+    size = m.shape[-1]
+    power, log = m, torch.zeros(m.shape[:-2], dtype=torch.float64, device=m.device)
     for _ in range(3):
+        norm = power.square().sum(dim=(-1, -2)).sqrt()
+        power = power / torch.where(norm > 0, norm, 1.0)[..., None, None]
         power = power @ power
-    return trace * (power.square().sum(dim=(-1, -2)) ** (1.0 / 16.0)) * (1.0 + 2.0**-30)
+        log = 2.0 * (log + norm.to(torch.float64).log())
+    log = log + 0.5 * power.to(torch.float64).square().sum(dim=(-1, -2)).log()
+    return (log / 8.0).exp() * (1.0 + 2.0 * size * size * torch.finfo(m.dtype).eps)
