@@ -149,7 +149,7 @@ def test_kernels_serve_what_the_reference_serves(name: str) -> None:
         cells, reference = mine.layers[LAYER], other.layers[LAYER]
         assert torch.allclose(cells.tv_audit, reference.tv_audit, atol=1e-5)
         assert torch.allclose(cells.meter, reference.meter, rtol=2e-2, atol=1e-3)  # that adds the engine's kernel
-        assert (cells.out_bound <= reference.out_bound * 1.2).all()  # around the origin, where that is nearer
+        assert (cells.out_bound <= reference.out_bound * 2.5).all()  # of sums alone, which know no directions
         assert torch.equal(cells.num_visible, reference.num_visible)
         assert torch.equal(cells.num_quantized, reference.num_quantized)
         assert torch.equal(cells.delta_loc, reference.delta_loc)
