@@ -86,6 +86,7 @@ def test_the_doctor_says_what_is_metered_and_why_not(checkpoint: Path, tmp_path:
     assert any("2 of 4 layers x 4 query heads: 8 cells" in line for line in lines)
     assert any("layers [1, 3]: left out by meter.layers" in line for line in lines)
     assert any("WITCERT_POLICY is not set" in line for line in lines)
+    assert any("attention: prompt chunks of TorchNativeAttnBackend; decode steps of" in line for line in lines)
 
 
 def test_the_doctor_names_what_refuses(checkpoint: Path, tmp_path: Path) -> None:

@@ -138,8 +138,24 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
             yield finding
             return
     yield from coverage(config, policy)
+    yield attention(config, policy, device)
     if device != "cpu":
         yield Finding("note", "flags", "start the server with --attention-backend triton --disable-cuda-graph")
+
+
+def attention(config: Any, policy: Policy, device: str) -> Finding:
+    """Whether the attention that will serve attends as it is metered, of random keys; what cannot be asked here."""
+    from witcert_sglang.selfcheck import check_shapes
+
+    if policy.quantizer.storage == "packed" or policy.meters_engine:
+        return Finding("note", "attention", "not compared at start: let meter.audit_every compare what is served")
+    if device != "cpu":
+        return Finding("note", "attention", "compared with float64 when a server starts with triton or torch_native")
+    try:
+        said = check_shapes(config)
+    except WitCertError as error:
+        return Finding("refused", "attention", str(error))
+    return Finding("ok", "attention", f"{'; '.join(said)}: attention over what the cache holds, to rounding")
 
 
 def coverage(config: Any, policy: Policy) -> Iterator[Finding]:

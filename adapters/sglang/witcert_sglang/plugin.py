@@ -54,7 +54,6 @@ class Installation:
         self.policy = policy
         self.quantizer = quantizer
         self.runtime: SglangRuntime | None = None
-        self.checked: list[str] = []  # passes of the attention backends that were compared at start
 
     def hooks(self) -> list[Hook]:
         """All hooks; those of the main process serve HTTP clients and the start-up checks."""
@@ -212,7 +211,8 @@ class Installation:
             layers = support.check_layers(runner.model, pool.layer_num)
             windows.check_backend(layers, backend)
             if not self.policy.meters_engine:
-                self.checked += check_attention(backend, layers, runner.req_to_token_pool, pool, runner.dtype)
+                compared = check_attention(backend, layers, runner.req_to_token_pool, pool, runner.dtype)
+                self.runtime.compared += compared
         return self.runtime
 
     def after_cell_size(self, result: int, configurator: Any, kvc: Any, num_layers: int) -> int:

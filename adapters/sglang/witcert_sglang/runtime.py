@@ -52,6 +52,7 @@ class SglangRuntime(Runtime):
         self.pool = pool
         self.requests = requests
         self.graphs: DecodeGraphs | None = None
+        self.compared: list[str] = []  # passes of the attention backends that were compared with float64 at start
 
         def make_cache(encoder: Encoder) -> Cache:
             if policy.quantizer.storage == "packed":
@@ -67,6 +68,7 @@ class SglangRuntime(Runtime):
         found = super().status()
         if self.policy.meters_engine:
             found["pool_dtype"] = str(self.pool.dtype).removeprefix("torch.")
+        found["attention_compared"] = list(self.compared)
         found["bytes_graphs"] = 0 if self.graphs is None else self.graphs.captured.nbytes
         return found
 

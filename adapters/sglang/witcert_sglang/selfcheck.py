@@ -25,6 +25,7 @@ CHECKED = ("TorchNativeAttnBackend", "TritonAttnBackend")
 """Classes whose passes are made here as SGLang makes them, which a test says; the first audits say it of the others."""
 CHUNK = 4
 PREFIX = 40
+LONGEST = 512
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,33 @@ def check_attention(backend: Any, layers: Sequence[Any], requests: Any, pool: An
                 )
             said.append(what)
     return said
+
+
+def check_shapes(config: Any) -> list[str]:
+    """`check_attention` of `torch_native`, without a server: a layer of each kind of a model's, over a pool of its own.
+
+    config: SGLang's `ModelConfig`. Windows are taken as `LONGEST` tokens at most: what is asked is where they end.
+    """
+    from types import SimpleNamespace
+
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+
+    text = config.hf_text_config
+    heads, kv_heads, dim = config.num_attention_heads, config.get_total_num_kv_heads(), config.head_dim
+    window = min(getattr(text, "sliding_window", None) or 0, LONGEST)
+    windows_of = {-1, window - 1} if window > 1 else {-1}
+    scale = (getattr(text, "query_pre_attn_scalar", None) or dim) ** -0.5
+    size = window + PREFIX + 2
+    requests = ReqToTokenPool(size=2, max_context_len=size, device="cpu", enable_memory_saver=False)
+    pool = MHATokenToKVPool(size, 1, config.dtype, kv_heads, dim, 1, "cpu", False)
+    runner = SimpleNamespace(device="cpu", req_to_token_pool=requests, token_to_kv_pool=pool)
+    layers = [
+        RadixAttention(heads, dim, scale, num_kv_heads=kv_heads, layer_id=0, sliding_window_size=left)
+        for left in sorted(windows_of)
+    ]
+    return check_attention(TorchNativeAttnBackend(runner), layers, requests, pool, config.dtype)
 
 
 class _Probe:
