@@ -16,7 +16,7 @@ import WitCert.Attention.Extremal
 import WitCert.Attention.Sweep
 import WitCert.Attention.Blocks
 import WitCert.Attention.Output
-import WitCert.Attention.OwnDistance
+import WitCert.Attention.Directional
 import WitCert.Attention.Served
 import WitCert.Attention.Visible
 import WitCert.Attention.Gate

@@ -1,7 +1,7 @@
 import WitCert.Attention.NeedleCells
 import WitCert.Attention.Sweep
 import WitCert.Attention.Softmax
-import WitCert.Attention.OwnDistance
+import WitCert.Attention.Directional
 import WitCert.Attention.Served
 import WitCert.Attention.Visible
 import WitCert.Probability.Budget
@@ -95,26 +95,22 @@ theorem any_output {ι : Type v} {κ : Type w} (i : ι) (l : List ι) (z zt c : 
 
 /-- **The output handed on, with every term.** The sums are about the weights `w` of the stored keys, computed again; the engine
 served `s ≥ 0` with `|s_t - w_t| ≤ u w_t + b_t`, so `θ = u + Σ b`; its sum over the values is off by at most `σ`, and channels are
-rounded. With the distances `d_t ≥ ‖ṽ_t - Σ w ṽ‖`, `e_t ≥ |ρ_t - Σ w ρ|`, the diameter `D` and `B = min(‖Σ w ṽ‖ + θ D, max ‖ṽ‖)`,
-`‖o - õ‖ ≤ A Σ w (e^c - 1)(d_t + e_t) + Σ w ρ + θ D + θ B + σ + υ((1 + θ) B + σ) + R λ`.
+rounded. With any output bound `X ≥ ‖o - Σ w ṽ‖`, the diameter `D` and `B = min(‖Σ w ṽ‖ + θ D, max ‖ṽ‖)`,
+`‖o - õ‖ ≤ X + θ D + θ B + σ + υ((1 + θ) B + σ) + R λ`.
 
-Code: `witcert_core.output.output_bound`, `witcert_core.kernel_error.output_error`.
-`python: norm_sq(sub(exact_output, rounded(average(served, values)))) <= (head.cell.A * head.cell.mean([(r - 1) * (d + abs(x - head.cell.mean(rho))) for r, d, x in zip(head.cell.r, distances(average(head.cell.w, values)), rho)]) + head.cell.mean(rho) + code_kernel_error) ** 2` -/
+Code: `witcert_core.cells.bounds_of`, `witcert_core.kernel_error.output_error`.
+`python: norm_sq(sub(exact_output, rounded(average(served, values)))) <= (code_output + code_kernel_error) ** 2` -/
 theorem served_output {ι : Type v} {κ : Type w} (i : ι) (l : List ι) (z zt c : ι → α) (hc : ∀ t, abs (zt t - z t) ≤ c t)
     (s b : ι → α) {u θ : α} (hs0 : ∀ t, 0 ≤ s t) (hs : ∀ t, abs (s t - softmax zt (.cons i l) t) ≤ u * softmax zt (.cons i l) t + b t)
-    (hu : u + sum b (.cons i l) ≤ θ) (hθ : θ < 1) (k : List κ) (vt ve : ι → κ → α) (ρ d e : ι → α) {D n V σ υ lam R : α} (f y : κ → α)
-    (hρ : ∀ t, NormLe k (fun j => ve t j - vt t j) (ρ t))
-    (hd : ∀ t, NormLe k (fun j => vt t j - (ofLogits i l z zt c).mean (fun t => vt t j)) (d t))
-    (he : ∀ t, abs (ρ t - (ofLogits i l z zt c).mean ρ) ≤ e t) (hD0 : 0 ≤ D) (hD : ∀ s t, NormLe k (fun j => vt s j - vt t j) D)
+    (hu : u + sum b (.cons i l) ≤ θ) (hθ : θ < 1) (k : List κ) (vt ve : ι → κ → α) {D n V σ υ lam R X : α} (f y : κ → α)
+    (hX : NormLe k (fun j => sum (fun t => softmax z (.cons i l) t * ve t j) (.cons i l) - sum (fun t => softmax zt (.cons i l) t * vt t j) (.cons i l)) X)
+    (hD0 : 0 ≤ D) (hD : ∀ s t, NormLe k (fun j => vt s j - vt t j) D)
     (hn : NormLe k (fun j => sum (fun t => softmax zt (.cons i l) t * vt t j) (.cons i l)) n) (hV : ∀ t, NormLe k (vt t) V)
     (hf : NormLe k f σ) (hυ : 0 ≤ υ) (hlam : 0 ≤ lam) (hR : 0 ≤ R) (hk : sum (fun _ => (1 : α)) k ≤ R * R)
     (hy : ∀ j, abs (y j - (sum (fun t => s t * vt t j) (.cons i l) + f j)) ≤ υ * abs (sum (fun t => s t * vt t j) (.cons i l) + f j) + lam) :
     NormLe k (fun j => sum (fun t => softmax z (.cons i l) t * ve t j) (.cons i l) - y j)
-      ((ofLogits i l z zt c).A * (ofLogits i l z zt c).mean (fun t => (exp (c t) - 1) * (d t + e t))
-        + sum (fun t => softmax zt (.cons i l) t * ρ t) (.cons i l)
-        + (θ * D + θ * min (n + θ * D) V + σ + υ * ((1 + θ) * min (n + θ * D) V + σ) + R * lam)) := by
-  have h := ofLogits_sound i l z zt c hc
-  have hw : sum (softmax zt (.cons i l)) (.cons i l) = 1 := h.w_sum
+      (X + (θ * D + θ * min (n + θ * D) V + σ + υ * ((1 + θ) * min (n + θ * D) V + σ) + R * lam)) := by
+  have hw : sum (softmax zt (.cons i l)) (.cons i l) = 1 := (ofLogits_sound i l z zt c hc).w_sum
   have hd' : sum (fun t => abs (s t - softmax zt (.cons i l) t)) (.cons i l) ≤ θ := by
     refine le_trans (sum_le (.cons i l) hs) (le_trans (le_of_eq ?_) hu)
     rw [sum_add, sum_mul, hw]; ring
@@ -127,21 +123,9 @@ theorem served_output {ι : Type v} {κ : Type w} (i : ι) (l : List ι) (z zt c
     exact congrArg (· / 2) (sum_congr _ (fun t => by rw [← abs_neg]; exact congrArg abs (by ring)))
   have sm := served_mean hw hs0 hS hE k vt hD0 hD hn hV
   have ke := kernel_output hN hS k vt sm.1 sm.2 f y hf hυ hlam hR hk hy
-  have z1 : NormLe k (fun j => (ofLogits i l z zt c).mean (fun t => vt t j) - (ofLogits i l z zt c).mean (fun t => vt t j)) 0 :=
-    (NormLe.zero k).congr (fun j => by ring)
-  have z2 : abs ((ofLogits i l z zt c).mean ρ - (ofLogits i l z zt c).mean ρ) ≤ 0 := abs_le (le_of_eq (by ring)) (le_of_eq (by ring))
-  have own := h.output_own k vt ve ρ _ _ d e hρ hd he z1 z2
   have ke' := (ke.smul (-1)).round_up (σ := θ * D + θ * min (n + θ * D) V + σ + υ * ((1 + θ) * min (n + θ * D) V + σ) + R * lam)
     (le_of_eq (by rw [abs_neg, abs_of_nonneg zero_le_one]; ring))
-  refine ((own.add ke').congr (fun j => ?_)).round_up (le_of_eq ?_)
-  · show _ = sum (fun t => (ofLogits i l z zt c).p t * ve t j) (.cons i l) - sum (fun t => softmax zt (.cons i l) t * vt t j) (.cons i l)
-      + -1 * (y j - sum (fun t => softmax zt (.cons i l) t * vt t j) (.cons i l))
-    rw [sum_congr (.cons i l) (f := fun t => (ofLogits i l z zt c).p t * ve t j) (g := fun t => softmax z (.cons i l) t * ve t j)
-      (fun t => by rw [ofLogits_p i l z zt c hc t])]
-    ring
-  · show (ofLogits i l z zt c).A * (ofLogits i l z zt c).mean (fun t => (exp (c t) - 1) * (d t + e t)) + (ofLogits i l z zt c).eta * (0 + 0)
-      + sum (fun t => softmax zt (.cons i l) t * ρ t) (.cons i l) + _ = _
-    ring
+  exact (hX.add ke').congr (fun j => by ring)
 
 /-- **The proxy of the code**: `proxy(n, 1/2^{n+1}) = (1 - 4⁻ⁿ)/12`.
 

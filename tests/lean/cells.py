@@ -66,6 +66,11 @@ class Cell:
     def rms_sq(self) -> F:
         return self.A**2 * self.Q
 
+    @cached_property
+    def spread_sq(self) -> F:
+        """Bound on the second moment of ``a/Z - 1``."""
+        return self.rms_sq if self.Q >= 1 else min(self.rms_sq, self.Q / (1 - self.Q))
+
     # --- the implementation on the same numbers
 
     @cached_property

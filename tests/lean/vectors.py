@@ -13,6 +13,7 @@ from cells import Cell
 from rational import TINY, dot, norm_sq, sqrt_up, sub, tilted, tv
 from torch import Tensor
 
+from witcert_core import directional
 from witcert_core.accumulate import accumulate
 from witcert_core.bands import BandMap, band_map
 from witcert_core.dither import DitherKey, group_scales, quantize_int8, rows
@@ -227,6 +228,15 @@ class Head:
         moved = torch.tensor([float(self.cell.TV * (1 + TINY))], dtype=torch.float64)
         bound = output_bound(self._acc, moved, own)
         return F(float(bound[0]))
+
+    @property
+    def directional_moved(self) -> F:
+        """The implementation's bound that knows directions."""
+        weights = torch.tensor([[float(x) for x in self.cell.w]], dtype=torch.float64)
+        radius = torch.tensor([[math.log(x) for x in self.cell.r]], dtype=torch.float64)
+        rho = torch.tensor([[float(x)] for x in self.rho], dtype=torch.float64)
+        own = torch.tensor([[float(x) for x in self.average(self.cell.w, self.values)]], dtype=torch.float64)
+        return F(min(1e9, float(directional.moved(weights, radius, self.vals_stored.to(torch.float64), rho, own))))
 
     @property
     def exact_output(self) -> list[F]:

@@ -98,6 +98,28 @@ theorem moment_le : x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1)) ≤ 
   exact mul_le_mul (nonneg_mul h.u_nonneg h.u_nonneg) h.Q_nonneg
     (mul_le_mul h.u_nonneg (le_of_lt h.A_pos) h.u_le_A h.u_le_A) h3
 
+/-- **The second moment once more**: `Σ w (a/Z - 1)² (1 - Q) ≤ Q`, so that `1/√(1 - Q)` stands for `A` where `Q < 1`.
+
+Code: `witcert_core.output.output_bound`.
+`python: (1 - Q) * cell.mean([(x / cell.Z - 1) ** 2 for x in cell.a]) <= Q` -/
+theorem moment_le_left : (1 - x.Q) * x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1)) ≤ x.Q := by
+  have h1 : x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1))
+      = x.u * x.u * x.mean (fun t => (x.a t - 1) * (x.a t - 1)) + (2 * (x.u * x.u) - 2 * x.u) * x.Z + (1 - x.u * x.u) := by
+    rw [x.mean_congr (g := fun t => x.u * x.u * ((x.a t - 1) * (x.a t - 1)) + (2 * (x.u * x.u) - 2 * x.u) * x.a t + (1 - x.u * x.u)) (fun t => by ring),
+      h.mean_lin2]
+    rfl
+  have h2 : x.mean (fun t => (x.a t - 1) * (x.a t - 1)) ≤ x.Q := h.mean_le (fun t => le_cert
+    (nonneg_mul (sub_nonneg (h.upper t)) (sub_nonneg (two_le (h.r_pos t) (h.lower t)))) (by ring))
+  have m0 : 0 ≤ x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1)) := h.mean_nonneg (fun t => sq_nonneg _)
+  rw [h1] at m0
+  rw [h1]
+  generalize x.mean (fun t => (x.a t - 1) * (x.a t - 1)) = M at h2 m0
+  cases le_or_lt x.Q 1 with
+  | inl q =>
+    exact le_cert (add_nonneg (nonneg_mul (nonneg_mul (sub_nonneg q) (nonneg_mul h.u_nonneg h.u_nonneg)) (sub_nonneg h2)) (sq_nonneg (x.Q * x.u - (x.u - 1))))
+      (eq_lin h.Zu (-((1 - x.Q) * (2 * x.u - 2))) (by ring))
+  | inr q => exact le_trans (le_cert (nonneg_mul (sub_nonneg (le_of_lt q)) m0) (by ring)) h.Q_nonneg
+
 /-- **rms.** `TV ≤ ½ A √Q`: for any `s ≥ 0` with `Q ≤ s²`, `TV ≤ A s / 2`.
 
 Code: `witcert_core.bounds.rms.bound`.

@@ -190,10 +190,10 @@ theorem Sound.output_diam (k : List κ) (vt ve : ι → κ → α) (ρ : ι → 
   rw [sum_lin2, pr.1, pr.2] at h1
   exact le_cert (sub_nonneg h1) (by ring)
 
-/-- A moment bound on a signed mean: `(Σ (p-w) f)² ≤ A²Q (Σ w f² - (Σ w f)²)`. -/
+/-- A moment bound on a signed mean: `(Σ (p-w) f)² ≤ Σ w (a/Z - 1)² · (Σ w f² - (Σ w f)²)`. -/
 theorem Sound.moment_shift (f : ι → α) :
     sum (fun t => (x.p t - x.w t) * f t) x.l * sum (fun t => (x.p t - x.w t) * f t) x.l
-      ≤ x.A * x.A * x.Q * (x.mean (fun t => f t * f t) - x.mean f * x.mean f) := by
+      ≤ x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1)) * (x.mean (fun t => f t * f t) - x.mean f * x.mean f) := by
   have e0 : x.mean (fun t => x.a t * x.u - 1) = 0 :=
     (x.mean_congr (g := fun t => x.u * x.a t + 0 * x.a t + -1) (fun t => by ring)).trans ((h.mean_lin2 x.u 0 (-1) x.a x.a).trans (by
       show x.u * x.Z + 0 * x.Z + -1 = 0
@@ -208,29 +208,31 @@ theorem Sound.moment_shift (f : ι → α) :
   have e3 : x.mean (fun t => (f t - x.mean f) * (f t - x.mean f)) = x.mean (fun t => f t * f t) - x.mean f * x.mean f :=
     (x.mean_congr (g := fun t => 1 * (f t * f t) + -(2 * x.mean f) * f t + x.mean f * x.mean f) (fun t => by ring)).trans
       ((h.mean_lin2 1 (-(2 * x.mean f)) (x.mean f * x.mean f) (fun t => f t * f t) f).trans (by ring))
-  have v0 : 0 ≤ x.mean (fun t => f t * f t) - x.mean f * x.mean f := sub_nonneg (h.mean_sq_le f)
   rw [e1]
-  refine le_trans cs ?_
-  show x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1)) * x.mean (fun t => (f t - x.mean f) * (f t - x.mean f)) ≤ _
+  refine le_trans cs (le_of_eq ?_)
+  show x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1)) * x.mean (fun t => (f t - x.mean f) * (f t - x.mean f)) = _
   rw [e3]
-  exact mul_le_mul_right v0 h.moment_le
 
 /-- **Output bound, covariance form, with both of its roots.**
-`‖o - õ‖ ≤ A√Q·(√(Σ w‖ṽ‖² - ‖õ‖²) + √(Σ w ρ² - (Σ w ρ)²)) + Σ w ρ`; `g`, `σ`, `τ` stand for the three roots.
+`‖o - õ‖ ≤ √Q·min(A, 1/√(1 - Q))·(√(Σ w‖ṽ‖² - ‖õ‖²) + √(Σ w ρ² - (Σ w ρ)²)) + Σ w ρ`; `g`, `σ`, `τ` stand for the three roots.
 
 Code: `witcert_core.output.output_bound`.
-`python: norm_sq(output_error) <= (sqrt_up(head.cell.rms_sq) * (sqrt_up(cov_v) + sqrt_up(cov_rho)) + dot(head.cell.w, rho)) ** 2 and norm_sq(output_error) <= code_output ** 2` -/
+`python: norm_sq(output_error) <= (sqrt_up(head.cell.spread_sq) * (sqrt_up(cov_v) + sqrt_up(cov_rho)) + dot(head.cell.w, rho)) ** 2 and norm_sq(output_error) <= code_output ** 2` -/
 theorem Sound.output_cov (k : List κ) (vt ve : ι → κ → α) (ρ : ι → α) (g σ τ : α) (hg : 0 ≤ g) (hσ : 0 ≤ σ) (hτ : 0 ≤ τ)
-    (hρ : ∀ t, NormLe k (fun j => ve t j - vt t j) (ρ t)) (hg2 : x.A * x.A * x.Q ≤ g * g)
+    (hρ : ∀ t, NormLe k (fun j => ve t j - vt t j) (ρ t)) (hg2 : x.A * x.A * x.Q ≤ g * g ∨ (x.Q < 1 ∧ x.Q ≤ (1 - x.Q) * (g * g)))
     (hσ2 : x.mean (fun t => dot k (vt t) (vt t)) - dot k (fun j => x.mean (fun t => vt t j)) (fun j => x.mean (fun t => vt t j)) ≤ σ * σ)
     (hτ2 : x.mean (fun t => ρ t * ρ t) - x.mean ρ * x.mean ρ ≤ τ * τ) :
     NormLe k (fun j => sum (fun t => x.p t * ve t j) x.l - sum (fun t => x.w t * vt t j) x.l)
       (g * (σ + τ) + sum (fun t => x.w t * ρ t) x.l) := by
-  have hG : 0 ≤ x.A * x.A * x.Q := nonneg_mul (nonneg_mul (le_of_lt h.A_pos) (le_of_lt h.A_pos)) h.Q_nonneg
+  have hG : 0 ≤ x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1)) := h.mean_nonneg (fun t => sq_nonneg _)
+  have hg2 : x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1)) ≤ g * g := by
+    cases hg2 with
+    | inl k => exact le_trans h.moment_le k
+    | inr k => exact le_of_mul_le (pos_of_sub k.1) (le_trans h.moment_le_left k.2)
   have hX : NormLe k (fun j => sum (fun t => (x.p t - x.w t) * vt t j) x.l) (g * σ) := by
     refine ⟨nonneg_mul hg hσ, ?_⟩
     have h1 : dot k (fun j => sum (fun t => (x.p t - x.w t) * vt t j) x.l) (fun j => sum (fun t => (x.p t - x.w t) * vt t j) x.l)
-        ≤ sum (fun j => x.A * x.A * x.Q * (x.mean (fun t => vt t j * vt t j) - x.mean (fun t => vt t j) * x.mean (fun t => vt t j))) k :=
+        ≤ sum (fun j => x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1)) * (x.mean (fun t => vt t j * vt t j) - x.mean (fun t => vt t j) * x.mean (fun t => vt t j))) k :=
       sum_le k (fun j => h.moment_shift (fun t => vt t j))
     have e1 : sum (fun j => x.mean (fun t => vt t j * vt t j)) k = x.mean (fun t => dot k (vt t) (vt t)) := by
       show sum (fun j => sum (fun t => x.w t * (vt t j * vt t j)) x.l) k = sum (fun t => x.w t * dot k (vt t) (vt t)) x.l

@@ -2,7 +2,6 @@ import WitCert.Examples.Rational
 import WitCert.Attention.Gate
 import WitCert.Attention.Jensen
 import WitCert.Attention.Needle
-import WitCert.Attention.OwnDistance
 import WitCert.Attention.Served
 import WitCert.Attention.Visible
 import WitCert.Probability.TierD
@@ -128,30 +127,6 @@ Code: `witcert_core.meter.measure_rows` (`window_left`).
 `python: instance("exact").code("meter") < tv([1, 0], instance("exact").p) == Fraction(1, 2)` -/
 theorem another_window : exact.Sound ∧ exact.TV ≤ 0 ∧ q 1 2 ≤ tv (inWindow (fun b => b) exact.w exact.l) exact.p exact.l :=
   ⟨exact_sound, by decide, by decide⟩
-
-/-- A heavy token that is lowered and a light one that is raised: `1/Z = 20/13`. -/
-def lowered : Cell Q Bool := cellOf [true, false] (q 9 10) (q 1 10) (q 2 1) (q 2 1) (q 1 2) (q 2 1)
-/-- **The own-distance form without its factor `A` is wrong**: values 0 and 1, `õ = 1/10`, `Σ w (e^c - 1)‖ṽ - õ‖ = 9/50`; the
-mean moves by `27/130`.
-
-Code: `witcert_core.output.output_bound`.
-`python: instance("lowered").mean([(r - 1) * d for r, d in zip(instance("lowered").r, (Fraction(1, 10), Fraction(9, 10)))]) == Fraction(9, 50) < instance("lowered").p[1] - Fraction(1, 10) == Fraction(27, 130)` -/
-theorem own_distance_needs_A : lowered.Sound ∧ lowered.mean (fun t => (lowered.r t - 1) * two (q 1 10) (q 9 10) t) ≤ q 9 50 ∧
-    q 9 50 < sum (fun t => (lowered.p t - lowered.w t) * two 0 1 t) lowered.l :=
-  ⟨cellOf_sound ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩,
-    by decide, lt_of_not (by decide)⟩
-
-/-- The first token raised, the second exact. -/
-def raised : Cell Q Bool := cellOf [true, false] (q 1 2) (q 1 2) (q 2 1) (q 1 1) (q 2 1) (q 1 1)
-/-- **Distances from another centre than `õ` need `η ‖m - õ‖`**: around the value 0 of the only token with a radius every summand is 0,
-but the mean of the values 0 and 1 moves by `1/6`.
-
-Code: `witcert_core.output.output_bound`.
-`python: instance("raised").mean([(r - 1) * d for r, d in zip(instance("raised").r, (0, 1))]) == 0 < instance("raised").w[1] - instance("raised").p[1] == Fraction(1, 6) <= instance("raised").eta * Fraction(1, 2)` -/
-theorem own_distance_needs_centre : raised.Sound ∧ raised.A * raised.mean (fun t => (raised.r t - 1) * two 0 1 t) ≤ 0 ∧
-    ¬ NormLe [true] (fun _ => sum (fun t => (raised.p t - raised.w t) * two 0 1 t) raised.l) (0 : Q) :=
-  ⟨cellOf_sound ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩ ⟨by decide, by decide⟩,
-    by decide, fun h => absurd h.2 (by decide)⟩
 
 /-! ### Wrong accounting -/
 
