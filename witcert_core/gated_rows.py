@@ -1,8 +1,8 @@
 """The rows that a gate looks at: cells of several KV heads, and of several requests, from the same tensor operations.
 
 A gate must know its cells before the next layer runs, and one look at one KV head of one request is some three hundred
-operations on small tensors, whose number is what they cost. So all heads of all requests are looked at together first;
-only those of which a block is restored are looked at again, one by one.
+operations on small tensors, whose number is what they cost. So all heads of all requests are looked at together, and
+together again those of which a block is restored.
 
 Shapes: N requests of R rows each, H heads a request (all KV heads or one), G query heads per KV head, C = R * G cells
 of one KV head, K = N * H KV heads side by side, S tokens that the longest request sees, D head_dim, Dv v_head_dim.
@@ -216,9 +216,18 @@ def terms_of(terms: Terms, cells: slice) -> Terms:
 
 
 def together(
-    call: LayerCall, requests: Sequence[RequestRows], side: Side, form: str, num_kv_heads: int
+    call: LayerCall,
+    requests: Sequence[RequestRows],
+    side: Side,
+    form: str,
+    num_kv_heads: int,
+    only: int | None = None,
 ) -> Iterator[tuple[list[int], range, GatedRows]]:
-    """All KV heads of all requests in as few batches as memory allows: the requests' numbers, the heads, their rows."""
+    """All KV heads of all requests, or the `only` one, in as few batches as memory allows.
+
+    Gives the requests' numbers, the heads and their rows.
+    """
+    heads = range(num_kv_heads) if only is None else range(only, only + 1)
     by_rows: dict[int, list[int]] = {}
     for number, request in enumerate(requests):
         by_rows.setdefault(len(request.q), []).append(number)
@@ -227,10 +236,10 @@ def together(
         for batch in side_by_side([request.slots for request in alike], alike[0].q.numel()):
             whole = [numbers[row] for row in batch.rows]
             cells = alike[0].q[..., 0].numel() * len(batch.rows)
-            if cells * len(batch.slots) <= MAX_TOGETHER:
-                yield whole, range(num_kv_heads), GatedRows(call, alike, batch, side, form)
+            if len(heads) > 1 and cells * len(batch.slots) <= MAX_TOGETHER:
+                yield whole, heads, GatedRows(call, alike, batch, side, form)
                 continue
-            for head in range(num_kv_heads):
+            for head in heads:
                 yield whole, range(head, head + 1), GatedRows(call, alike, batch, side, form, head)
 
 

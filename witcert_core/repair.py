@@ -10,7 +10,7 @@ Repairs are persistent: the exact keys and values stay in the engine's cache, so
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -92,37 +92,92 @@ class BlockRepairer:
         moved = self._moved[request_id]
         return self.max_pagein_bytes - (moved[layer] if self.layers_apart else moved.total())
 
-    def run(
-        self, call: LayerCall, requests: Sequence[RequestRows], finished: Callable[[int], None] | None = None
-    ) -> list[Outcome]:
-        """Bound, repair and bound again: all cells of the layer together, then each KV head that needs a repair.
-
-        finished: called with the number of a request when the cache is as its rows have read it.
+    def run(self, call: LayerCall, requests: Sequence[RequestRows]) -> list[Outcome]:
+        """Bound, repair and bound again, round by round: all cells of the layer, then those of KV heads that read what
+        was restored, until the gate is content with every head. The cells that come out are those of the cache as it
+        then is.
         """
         for rows in requests:
             self.shadow.touch(rows.slots)
-        side = self.store[call.layer]
-        looked: dict[tuple[int, int], Looked] = {}
-        certain: dict[tuple[int, int], Terms] = {}
-        num_kv_heads = self.num_kv_heads
-        for numbers, heads, group in together(call, requests, side, self.form, num_kv_heads):
-            deltas = [requests[number].delta_loc for number in numbers]
-            found = group.look(deltas, self.block_size, self.shadow.has)
-            places = [(number, head) for number in numbers for head in heads]
-            looked |= dict(zip(places, (one for of_request in found for one in of_request), strict=True))
-            if any(deltas):
-                terms, *_ = group.terms([0.0] * len(deltas))
-                certain |= {place: terms_of(terms, group.cells(i)) for i, place in enumerate(places)}
+        every = [(number, head) for number in range(len(requests)) for head in range(self.num_kv_heads)]
+        heads = {place: _HeadState(now, now.meter) for place, now in self._look(call, requests, every)}
+        slots = torch.cat([rows.slots for rows in requests])
+        shared = torch.unique(slots).numel() < slots.numel()
+        wanting = every
+        while wanting:
+            restored: dict[int, list[Tensor]] = defaultdict(list)  # in this round, by head
+            chosen = []
+            for number, head in wanting:
+                rows = requests[number]
+                if shared and _reads(rows, restored[head]):  # of what was looked at something is no more
+                    continue
+                block = self._decide(call, rows, head, heads[number, head])
+                if block is not None:
+                    restored[head].append(block)
+                    chosen.append((number, head))
+            # A look at many heads costs little more than one at one, so all are looked at again before any goes on.
+            wanting = chosen if not shared else [at for at in every if _reads(requests[at[0]], restored[at[1]])]
+            for place, now in self._look(call, requests, wanting):
+                heads[place].now = now
+        if any(rows.delta_loc > 0 for rows in requests):
+            for place, terms in self._certain(call, requests):
+                heads[place].certain = terms
         outcomes = []
         for number, rows in enumerate(requests):
-            parts = [
-                self._run_head(call, rows, head, side, looked[number, head], certain.get((number, head)))
-                for head in range(num_kv_heads)
-            ]
+            parts = [self._finish(call, rows, head, heads[number, head]) for head in range(self.num_kv_heads)]
             outcomes.append(self._outcome(call, rows, parts))
-            if finished is not None:
-                finished(number)
         return outcomes
+
+    def _certain(self, call: LayerCall, requests: Sequence[RequestRows]) -> Iterator[tuple[tuple[int, int], Terms]]:
+        """The terms of every KV head of every request, (number, head), under the deterministic radii."""
+        side = self.store[call.layer]
+        for numbers, of_heads, group in together(call, requests, side, self.form, self.num_kv_heads):
+            terms, *_ = group.terms([0.0] * len(numbers))
+            for i, place in enumerate((number, head) for number in numbers for head in of_heads):
+                yield place, terms_of(terms, group.cells(i))
+
+    def _look(
+        self, call: LayerCall, requests: Sequence[RequestRows], places: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[tuple[int, int], Looked]]:
+        """What the gate is shown of the KV heads of some requests, (number, head), as the cache is now."""
+        wanted, side = set(places), self.store[call.layer]
+        numbers = sorted({number for number, _ in places})
+        heads = sorted({head for _, head in places})
+        only = heads[0] if len(heads) == 1 else None
+        named = [requests[number] for number in numbers]
+        for found, of_heads, group in together(call, named, side, self.form, self.num_kv_heads, only):
+            deltas = [group_rows.delta_loc for group_rows in group.requests]
+            for index, looks in zip(found, group.look(deltas, self.block_size, self.shadow.has), strict=True):
+                for head, now in zip(of_heads, looks, strict=True):
+                    if (numbers[index], head) in wanted:
+                        yield (numbers[index], head), now
+
+    def _decide(self, call: LayerCall, rows: RequestRows, head: int, state: _HeadState) -> Tensor | None:
+        """Ask the gate and do what it says: the slots of the block that was restored, None if it wants nothing more."""
+        now = state.now
+        state.decision = decision = self.gate.decide(self._state(call, rows, now, state.first))
+        if not isinstance(decision, GateDecision):
+            raise PluginError(f"gate {self.gate.name!r} decided {decision!r}; decide must return a GateDecision")
+        if decision.action != "repair" or decision.block is None:
+            return None
+        first = decision.block * self.block_size
+        places = torch.zeros_like(now.exact)
+        places[first : first + self.block_size] = True
+        wanted = rows.slots[places & ~now.exact] if first >= 0 else rows.slots[:0]
+        if not wanted.numel():
+            raise PluginError(
+                f"gate {self.gate.name!r} wants block {decision.block} of {now.risk.numel()} repaired, which is "
+                "exact already or does not exist; it would ask for ever"
+            )
+        k, v = self.shadow.get(call.layer, wanted, head)
+        call.pool.restore(call.layer, wanted, head, k, v)
+        self.store[call.layer].head(head).mark_exact(wanted)
+        self._touched[call.layer, head].append(wanted)
+        moved = wanted.numel() * self.shadow.bytes_per_token_head
+        state.blocks += 1
+        state.bytes += moved
+        self._moved[rows.request_id][call.layer] += moved
+        return wanted
 
     def _outcome(self, call: LayerCall, rows: RequestRows, heads: list[_HeadOutcome]) -> Outcome:
         audits = [head.audit for head in heads if head.audit is not None]
@@ -144,43 +199,14 @@ class BlockRepairer:
             gave_up="; ".join(sorted({head.gave_up for head in heads if head.gave_up})),
         )
 
-    def _run_head(
-        self, call: LayerCall, rows: RequestRows, head: int, side: Side, now: Looked, certain: Terms | None
-    ) -> _HeadOutcome:
-        group: _HeadRows | None = None
-        if self._restored_since(call, rows, head):  # by another request of this pass: what was looked at is no more
-            group = _HeadRows(call, rows, side, self.form, head)
-            now = self._look(group)
-        first = now.meter
-        blocks = moved = 0
-        block_of = torch.arange(rows.slots.numel(), device=rows.slots.device) // self.block_size
-        while True:
-            decision = self.gate.decide(self._state(call, rows, now, first))
-            if not isinstance(decision, GateDecision):
-                raise PluginError(f"gate {self.gate.name!r} decided {decision!r}; decide must return a GateDecision")
-            if decision.action != "repair" or decision.block is None:
-                break
-            places = (block_of == decision.block) & ~now.exact
-            wanted = rows.slots[places]
-            if not wanted.numel():
-                raise PluginError(
-                    f"gate {self.gate.name!r} wants block {decision.block} of {now.risk.numel()} repaired, which is "
-                    "exact already or does not exist; it would ask for ever"
-                )
-            if group is None:
-                group = _HeadRows(call, rows, side, self.form, head)
-            self._restore(call, wanted, head, group, places)
-            now = self._look(group)
-            blocks += 1
-            moved += wanted.numel() * self.shadow.bytes_per_token_head
-            self._moved[rows.request_id][call.layer] += wanted.numel() * self.shadow.bytes_per_token_head
+    def _finish(self, call: LayerCall, rows: RequestRows, head: int, state: _HeadState) -> _HeadOutcome:
+        now, decision, side = state.now, state.decision, self.store[call.layer]
+        if decision is None:
+            raise RuntimeError(f"layer {call.layer}: the gate was not asked about head {head}")
         # Also when another request of this pass restored a block that this one reads: the engine's output is older.
-        stale = self._restored_since(call, rows, head)
+        stale = _reads(rows, self._touched.get((call.layer, head), ()))
         audited = call.exact_k is not None and bool(rows.audited.any())
-        if group is None and (stale or audited):
-            group = _HeadRows(call, rows, side, self.form, head)
-        if group is not None and rows.delta_loc > 0:
-            certain = group.terms([0.0])[0]
+        group = _HeadRows(call, rows, side, self.form, head) if stale or audited else None
         status = decision.status.where(now.quantized > 0, CellStatus.EXACT)
         served = group.serve() if group is not None and stale else None
         audit = group.audit(served) if group is not None and audited else None
@@ -188,20 +214,15 @@ class BlockRepairer:
             status = status.where(audit.excess.flatten().to(status.device).nan_to_num() <= 0, CellStatus.ABOVE_TARGET)
         return _HeadOutcome(
             terms=now.terms,
-            certain=certain if rows.delta_loc > 0 else None,
+            certain=state.certain,
             quantized=now.quantized,
             status=status,
             audit=audit,
             output=served,
-            blocks=blocks,
-            bytes=moved,
+            blocks=state.blocks,
+            bytes=state.bytes,
             gave_up=decision.reason,
         )
-
-    def _look(self, group: GatedRows) -> Looked:
-        (rows,) = group.requests
-        ((now,),) = group.look([rows.delta_loc], self.block_size, self.shadow.has)
-        return now
 
     def _state(self, call: LayerCall, rows: RequestRows, now: Looked, first: Tensor) -> GateState:
         reads = now.quantized > 0  # a cell that reads nothing quantized has nothing to repair
@@ -218,16 +239,20 @@ class BlockRepairer:
             value_risk=now.value_risk,
         )
 
-    def _restored_since(self, call: LayerCall, rows: RequestRows, head: int) -> bool:
-        """Whether a block that these rows read was restored in this pass."""
-        return any(bool(torch.isin(slots, rows.slots).any()) for slots in self._touched.get((call.layer, head), ()))
 
-    def _restore(self, call: LayerCall, slots: Tensor, head: int, group: _HeadRows, places: Tensor) -> None:
-        k, v = self.shadow.get(call.layer, slots, head)
-        call.pool.restore(call.layer, slots, head, k, v)
-        group.k[places, 0], group.v[places, 0] = k.to(group.k), v.to(group.v)
-        self.store[call.layer].head(head).mark_exact(slots)
-        self._touched[call.layer, head].append(slots)
+@dataclass
+class _HeadState:
+    """One KV head of one request while its blocks are restored.
+
+    first: its meter before. certain: its terms under the deterministic radii, at the end. decision: the gate's last.
+    """
+
+    now: Looked
+    first: Tensor
+    certain: Terms | None = None
+    decision: GateDecision | None = None
+    blocks: int = 0
+    bytes: int = 0
 
 
 @dataclass
@@ -285,6 +310,11 @@ class _HeadRows(GatedRows):
             rows.audited,
             Attended(call.sm_scale, call.logits_soft_cap, sinks, call.arithmetic if served is None else own_arithmetic),
         )
+
+
+def _reads(rows: RequestRows, blocks: Sequence[Tensor]) -> bool:
+    """Whether the rows read a slot of one of the blocks."""
+    return bool(blocks) and bool(torch.isin(rows.slots, torch.cat(list(blocks))).any())
 
 
 def _side_by_side(parts: Sequence[Tensor], num_rows: int) -> Tensor:

@@ -89,11 +89,8 @@ def gate(
     def read(number: int) -> tuple[Tensor, Tensor]:
         return call.pool.read(call.layer, plan.seen_by(number, call.window_left))
 
-    def compared(number: int) -> None:
-        """Now, since another request may restore blocks that this one read as they are."""
-        compare(step, plan, call, rows, read, places[number])
-
-    outcomes = repairer.run(call, requests, compared)
+    outcomes = repairer.run(call, requests)
+    compare(step, plan, call, rows, read)
     for index, numbers, outcome in zip(indices, places, outcomes, strict=True):
         tokens = plan.tokens[numbers]
         for head, output in outcome.outputs.items():
