@@ -491,7 +491,7 @@ def test_the_text_says_what_a_quantizer_waits_for(waiting_quantizer: str) -> Non
     assert s["waits_for"] == waits
     assert (
         f"nothing quantized was read yet: {waiting_quantizer} {waits}; 0 of 2 cells were measured, 2 read nothing "
-        "quantized; so there is nothing to certify; tier W" in render_sentence(s)
+        "quantized, so there is nothing to certify; tier W" in render_sentence(s)
     )
     book.observe("r7", 0, 2, 60, batch([[0.1, 0.1]]), 0)
     text = render_sentence(book.finish("r7", "stop"))

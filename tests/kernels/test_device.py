@@ -28,7 +28,9 @@ def simulated(name: str, dtype: torch.dtype = torch.float16) -> Callable[[str], 
 
 def engine(device: str) -> Any:
     pool = NarrowPool(torch.float8_e4m3fn, torch.float16, device)
-    return test_simulated.Served(engine_cache, "engine", torch.float16, pool, device=device)
+    served = test_simulated.Served(engine_cache, "engine", torch.float16, pool, device=device)
+    served.checks_outputs = False  # its chunks read what they stored, where the policy says their own exact keys
+    return served
 
 
 def packed(name: str, **options: Any) -> Callable[[str], Any]:

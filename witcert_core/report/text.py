@@ -38,7 +38,7 @@ def render_sentence(summary: Mapping[str, Any]) -> str:
         counts.append(f"the other {unknown} are unknown{_why(summary['unknown_reasons'])}")
     parts = [
         f"{_violations(summary['audit'])}{_violations(summary['sample'])}{_worst(summary)}",
-        ", ".join(counts),
+        ", ".join(counts) + ("" if measured else ", so there is nothing to certify"),
         *_certified(summary),
         *_damage(summary),
         *_audit(summary["audit"]),
@@ -123,7 +123,7 @@ def _worst(summary: Mapping[str, Any]) -> str:
 
 def _certified(summary: Mapping[str, Any]) -> list[str]:
     if summary["tv_certified_share"] is None:
-        return ["so there is nothing to certify"]
+        return []
     share = percent_down(summary["tv_certified_share"])
     return [f"{share} of the measured ones have their weights certified at tau {summary['tau']:g}"]
 
