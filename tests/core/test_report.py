@@ -225,6 +225,26 @@ def test_tier_d_spends_its_budget_and_shows_tier_w_beside() -> None:
     assert "2 cells beyond the declared rows have tier W alone" in claim
 
 
+def test_a_request_without_the_law_counts_deterministic_cells_alone() -> None:
+    """What was counted under the law before is unknown; of what comes under it later the tier W beside is counted."""
+    book = ledger(2, policy=make_policy("int8_dither"))
+    made, beside = batch([[0.1, 0.3]], delta_loc=1e-4), batch([[0.15, 0.5]])
+    for layer in range(2):
+        book.observe("r", layer, 1, 0, made, 0, witness_cells=beside)
+    book.claim_no_law("r", "because")
+    assert book.claims_no_law("r")
+    for layer in range(2):
+        book.observe("r", layer, 2, 1, made, 0, witness_cells=beside if layer else None)
+    s = valid(book.summary("r"))
+    assert (s["tier"], s["tier_w_beside"], s["worst"]["meter"]) == ("witness", None, 0.5)
+    assert s["tier_cells"] == {"witness": 2}
+    assert (s["tv_certified_cells"], s["cells_measured"], s["cells_unknown"]) == (1, 2, 6)
+    assert s["claim"] == (
+        "tier W: deterministic, any query (no tier D for this request: because); "
+        "local to a layer: nothing is claimed end to end"
+    )
+
+
 def test_tier_w_claims_no_probability() -> None:
     book = ledger(2)
     book.observe("r", 0, 1, 0, batch([[0.1, 0.3]]), 0)

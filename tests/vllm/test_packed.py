@@ -11,10 +11,12 @@ import torch
 from conftest import prompts
 from engine import Engine, running_engine
 from transformers import LlamaConfig, LlamaForCausalLM
+from vllm import SamplingParams
 from witcert_vllm.packed import layout_of
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.quantizers import REGISTRY
+from witcert_core.report.claims import AFTER_ITS_ANSWER
 
 pytestmark = pytest.mark.vllm
 
@@ -39,6 +41,7 @@ def test_packed_answers_and_bounds_are_those_of_the_simulation(
             assert_second_time_is_alike(engine, asked[0])
             if name == "int8_dither":
                 assert_second_turn_claims_tier_w(engine, asked[1])
+                assert_streaming_input_claims_tier_w(engine, asked[2])
             pages = engine.llm.collective_rpc("witcert_status")[0]
             assert ("bytes_packed_pool" in pages) == (storage == "packed")
     for packed, simulated in zip(found["packed"], found["simulated"], strict=True):
@@ -66,6 +69,24 @@ def assert_second_turn_claims_tier_w(engine: Engine, prompt: str) -> None:
     assert "its cached prefix holds tokens that were sampled" in second.summary["claim"]
     assert second.summary["tier_cells"] == {"witness": second.summary["cells_measured"]}
     assert second.summary["audit"]["violations"] == 0
+
+
+def assert_streaming_input_claims_tier_w(engine: Engine, prompt: str) -> None:
+    """Whoever streams a prompt may go on with it after an answer."""
+    llm = engine.llm.llm_engine
+    ids = {"prompt_token_ids": engine.llm.get_tokenizer().encode(prompt)}
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    tasks = llm.get_supported_tasks()
+    request = llm.input_processor.process_inputs("session", ids, params, tasks, resumable=True)
+    name = llm.add_request("session", request, params)
+    for _ in range(6):
+        llm.step()
+    llm.abort_request([name], internal=True)
+    llm.step()
+    (summary,) = [r for r in engine.records() if r["request_id"] == name and r["schema"].startswith("witcert.request")]
+    assert summary["tier"] == "witness"
+    assert summary["cells_measured"] > 0
+    assert AFTER_ITS_ANSWER in summary["claim"]
 
 
 def test_a_prefix_is_shared_in_the_pass_that_computes_it(checkpoint: Path, tmp_path: Path) -> None:

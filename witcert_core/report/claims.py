@@ -9,7 +9,7 @@ VOID = "nothing: outputs of the engine are not attention over what is stored, so
 LOCAL = "local to a layer: nothing is claimed end to end"
 NON_ADAPTIVE = "non-adaptive queries: texts fixed before the cached prefix was written"
 SAMPLED_PREFIX = "its cached prefix holds tokens that were sampled, or loaded, before"
-AFTER_ITS_ANSWER = "its text goes on after an answer of its own"
+AFTER_ITS_ANSWER = "its text goes on, or may go on, after an answer of its own"
 NOT_FROM_ITS_START = "its earlier passes were forgotten, or not seen"
 
 

@@ -22,7 +22,7 @@ from witcert_core.quantizers.base import Tier
 from witcert_core.report.claims import VOID, claim
 from witcert_core.report.record import CellEvent, cell_records, json_number, unknown_record
 from witcert_core.report.sample import Compared
-from witcert_core.report.state import LAYER_NOT_METERED, PARTLY_MEASURED, Observed, RequestState
+from witcert_core.report.state import LAW_WITHDRAWN, LAYER_NOT_METERED, PARTLY_MEASURED, Observed, RequestState
 
 if TYPE_CHECKING:
     from witcert_core.meter import CellBatch
@@ -101,6 +101,11 @@ class RequestLedger:
                 f"layer {layer}: the batch has {heads} query heads, the ledger {self._num_heads}"
             )
         state = self._state(request_id)
+        if state.without_law and float(cells.delta_loc[row]) > 0:
+            if witness_cells is None:
+                state.count_lost(layer, LAW_WITHDRAWN)
+                return
+            cells, witness_cells = witness_cells, None
         seen = state.observe(cells, row, layer, step, position, self._policy.gate.tau)
         if witness_cells is not None:
             state.observe_beside(witness_cells, row, self._policy.gate.tau, cells)
@@ -148,6 +153,10 @@ class RequestLedger:
         state = self._state(request_id)
         if not state.without_law:
             self._requests[request_id] = state.without_dither(why)
+
+    def claims_no_law(self, request_id: str) -> bool:
+        """Whether only deterministic bounds are claimed of a request, though others have the dither law."""
+        return bool(self._state(request_id).without_law)
 
     def count_repair(self, request_id: str, blocks: int, nbytes: int) -> None:
         """Count exact blocks that the gate wrote back, and the bytes it moved for them."""

@@ -227,8 +227,9 @@ class RowPlanner:
             if decoding and not counts.reached and not counts.without_law:
                 # No request begins with a generated token: an earlier pass of this one went by, or was forgotten.
                 counts.sampled_from, counts.without_law = 0, NOT_FROM_ITS_START
-            answered = counts.sampled_from is not None and counts.sampled_from < prefix >= counts.reached
-            if request.prefilling and answered and not counts.without_law:
+            # Computed again after a preemption a request has one token more than before at most.
+            longer = counts.decode_rows and (prefix >= counts.reached or prefix + new > counts.reached + 1)
+            if request.prefilling and longer and not counts.without_law:
                 counts.without_law = AFTER_ITS_ANSWER  # the prompt of a session grows turn by turn
             generated, looked = counts.follow(prefix, new, decoding, request.prefilling)
             plan.generated.append(generated)

@@ -121,7 +121,8 @@ class StepCells:
             if verdict.index not in committed:
                 continue
             rid = self.request_ids[verdict.index]
-            ledger.count_verdict(rid, verdict.status)
+            if verdict.index in self.without_law or not ledger.claims_no_law(rid):  # else the gate went by the law
+                ledger.count_verdict(rid, verdict.status)
             ledger.count_repair(rid, verdict.repaired_blocks, verdict.repaired_bytes)
             if verdict.gave_up:
                 gave_up[verdict.index] = verdict.gave_up

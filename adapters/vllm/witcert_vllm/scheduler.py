@@ -14,6 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.report.claims import AFTER_ITS_ANSWER
 from witcert_core.serving.step import StepCells
 from witcert_vllm.connector import META_KEY, StepMetadata, WitCertConnector
 
@@ -27,6 +28,10 @@ class MeteredSchedule(SchedulerInterface):
         last_words: list[tuple[int, EngineCoreOutput]] = []
         if step is not None:
             committed = [i for i, rid in enumerate(step.request_ids) if is_committed(self.requests.get(rid))]
+            if connector.policy.tier == "dither":
+                for rid in (step.request_ids[i] for i in committed):
+                    if self.requests[rid].resumable:  # a client goes on with its prompt after it has seen an answer
+                        connector.ledger.claim_no_law(rid, AFTER_ITS_ANSWER)
             gave_up = connector.commit(step, committed)
             if gave_up:
                 aborted = self.finish_requests(gave_up.keys(), RequestStatus.FINISHED_ABORTED)
