@@ -59,6 +59,21 @@ class Halving(Counting):
         return HalvingImpl
 
 
+class TiltedImpl(CPUAttentionBackendImpl):
+    def forward(
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, *scales: Any
+    ) -> Any:
+        return super().forward(layer, query * 1.2, key, value, kv_cache, attn_metadata, output, *scales)
+
+
+class Tilted(Counting):
+    """Attends with another scale than it says: its cache is what it should be, its weights are not."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return TiltedImpl
+
+
 class WritesInForward(Counting):
     forward_includes_kv_cache_update = True
 

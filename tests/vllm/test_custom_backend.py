@@ -59,8 +59,21 @@ def test_a_class_of_ones_own_is_metered(checkpoint: Path, tmp_path: Path) -> Non
     assert status["backend"] == "CUSTOM (custom_backends.Counting)"
     assert CountingImpl.calls - before == passes * LAYERS > 0
     assert [answer.tokens for answer in answers] == [list(sample.answer_ids) for sample in samples]
-    assert all(answer.summary["audit"]["violations"] == 0 for answer in answers)
+    for audit in (answer.summary["audit"] for answer in answers):
+        assert audit["violations"] == audit["mismatches"] == 0 < audit["outputs"]
     assert all(answer.summary["cells_measured"] > 0 for answer in answers)
+
+
+def test_a_class_that_attends_otherwise_is_found_by_its_outputs(checkpoint: Path, tmp_path: Path) -> None:
+    """True TV cannot show it: both of its sides take the scale that the class says it has."""
+    (sample,) = samples_of_each_task(1, num_tokens=64, seed=91)[:1]
+    register("Tilted")
+    with running_engine(checkpoint, tmp_path, POLICY, attention_backend="CUSTOM") as engine:
+        (answer,) = engine.ask([sample.prompt])
+    audit = answer.summary["audit"]
+    assert audit["violations"] == 0 < audit["mismatches"] <= audit["outputs"]
+    assert answer.summary["tv_certified_share"] == 0
+    assert answer.summary["claim"].startswith("nothing: ")
 
 
 def test_a_plugins_class_is_metered_in_the_workers_process(checkpoint: Path, tmp_path: Path) -> None:
