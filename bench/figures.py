@@ -33,13 +33,14 @@ from shown import FIGURES, ROOT, put_into_pages, read_results, render
 from witcert_demo.run import CHECKPOINT, build_twin
 
 from witcert_core.evaluate import analyses
-from witcert_core.evaluate.capacity import DEFAULT_LAYOUTS, capacity, shape_of
+from witcert_core.evaluate.capacity import DEFAULT_LAYOUTS, capacity
 from witcert_core.evaluate.coverage import SHOWN
 from witcert_core.evaluate.plots import plot_comparison
 from witcert_core.evaluate.records import write_json
 from witcert_core.evaluate.ruler_run import RulerRun, evaluate
 from witcert_core.evaluate.settings import MODES, parse_quantizer
 from witcert_core.hooks import quantizer_registry
+from witcert_core.model_attention import describe
 
 WORK = ROOT / ".cache" / "figures"
 QUANTIZERS = ("fp8_e4m3_cast", "int4_token_group", "int8_dither")
@@ -118,7 +119,7 @@ def make_layers(models: Models, console: Console, out: Path) -> dict[str, Any]:
 
 def make_capacity(_models: Models, _console: Console, _out: Path) -> dict[str, Any]:
     """An 8-billion-parameter Llama in 40 GB."""
-    shape = shape_of(EIGHT_B, "8B")
+    shape = describe(EIGHT_B, "8B")
     rows = [asdict(capacity(layout, shape, MEMORY)) for layout in DEFAULT_LAYOUTS]
     return {"memory": MEMORY, "config": EIGHT_B, "rows": rows}
 

@@ -181,7 +181,7 @@ def readme_block(results: Results) -> str:
     exact = ruler["none", "exact"]["score"]
     columns = ["KV cache", "bytes of 16 bit", "score", "certified", "score, gated", "repaired blocks", "violations"]
     shape, num_tokens = read_shape(CHECKPOINT), found["rows"][0]["cells"][0]["num_tokens"]
-    blocks = shape.num_layers * shape.num_kv_heads * -(-num_tokens // GateSettings().block_size)
+    blocks = sum(layer.num_kv_heads for layer in shape.layers) * -(-num_tokens // GateSettings().block_size)
     at = {name: results["coverage"][name]["quantizers"]["int8_dither"]["at_tau"] for name in ("original", "twin")}
     return (
         f"{markdown_table(columns, rows)}\n\nThe outlier twin, {exact['count']} questions, exact cache "

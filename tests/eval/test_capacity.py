@@ -13,15 +13,17 @@ from witcert_core.bands import band_map
 from witcert_core.capacity import side_bytes_per_head, side_bytes_per_token
 from witcert_core.cli import main
 from witcert_core.errors import InputError, UnsupportedError
-from witcert_core.evaluate.capacity import ModelShape, bytes_per_token, capacity, parse_memory, read_shape, shape_of
+from witcert_core.evaluate.capacity import bytes_per_token, capacity, parse_memory, read_shape
+from witcert_core.model_attention import CacheLayer, describe
 from witcert_core.quantizers import REGISTRY
 from witcert_core.rotary import RotarySpec
 from witcert_core.store import SlotStore
 
 # An 8-billion-parameter Llama: 32 layers, 8 KV heads of 128 channels.
 EIGHT_B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-SHAPE = shape_of(EIGHT_B, "test")
+SHAPE = describe(EIGHT_B, "test")
 ROW_ID = 8
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 
 
 def test_bytes_of_the_layouts():
@@ -75,20 +77,65 @@ def test_a_metered_pool_pays_for_its_witnesses():
 
 def test_configurations(tmp_path: Path):
     shape = read_shape(CHECKPOINT)
-    assert shape == ModelShape(4, 2, 64, 64) == read_shape(CHECKPOINT / "config.json")
-    mixed = {**EIGHT_B, "layer_types": ["full_attention", "sliding_attention", "linear_attention"], "head_dim": 64}
-    assert shape_of(mixed, "x") == ModelShape(2, 8, 64, 64, None, 1)
+    assert shape.layers == tuple(CacheLayer(index, 2, 64, 64) for index in range(4))
+    assert shape.layers == read_shape(CHECKPOINT / "config.json").layers
     nested = tmp_path / "config.json"
     nested.write_text(json.dumps({"text_config": {**EIGHT_B, "partial_rotary_factor": 0.5}}))
     assert read_shape(tmp_path).rotary_dim == 64
     with pytest.raises(UnsupportedError, match="latent"):
-        shape_of({**EIGHT_B, "kv_lora_rank": 512}, "x")
-    with pytest.raises(UnsupportedError, match="type 'ssm'"):
-        shape_of({**EIGHT_B, "layer_types": ["ssm"]}, "x")
-    with pytest.raises(InputError, match="has no num_attention_heads"):
-        shape_of({}, "x")
+        describe({**EIGHT_B, "kv_lora_rank": 512}, "x")
+    with pytest.raises(InputError, match="has no num_hidden_layers"):
+        describe({}, "x")
     with pytest.raises(InputError, match="cannot be read"):
         read_shape(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
+def test_transformers_and_the_file_itself_say_the_same(path: Path):
+    """Of published models: what the configuration class derives, and the same without Transformers."""
+
+    def said(read):
+        try:
+            found = read()
+        except UnsupportedError as error:
+            return str(error)
+        return found.layers, found.kinds, found.num_hidden_layers, found.rotary_dim
+
+    file = path / "config.json"
+    assert said(lambda: read_shape(path)) == said(lambda: describe(json.loads(file.read_text()), str(file)))
+
+
+def test_layers_of_other_shapes_and_other_kinds_are_counted_as_they_are(capsys):
+    for name, size, note in (
+        ("gemma4_31b", 901_120, "50 layers have a window (of 1024 tokens)"),
+        ("qwen3_next_80b", 24_576, "36 of 48 layers keep no keys and values"),
+        ("mistral7b_v01", 131_072, "32 layers have a window (of 4096 tokens)"),
+    ):
+        command = ["capacity", "--config", str(CONFIGS / name), "--memory", "40GB"]
+        assert main([*command, "--layout", "fp16", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["layouts"][0]["bytes_per_token"] == size
+        assert found["notes"][0].startswith(note)
+        assert main(command) == 0  # every layout
+        assert note in capsys.readouterr().out
+    gemma = read_shape(CONFIGS / "gemma4_31b")
+    assert bytes_per_token("int8_dither", gemma) == 50 * 16 * 544 + 10 * 4 * 1088 + ROW_ID
+    assert bytes_per_token("fp16", gemma, 2) == 901_120 // 2
+
+
+def test_what_has_no_such_cache_gets_its_own_reason(tmp_path: Path, capsys):
+    transformers = pytest.importorskip("transformers")
+    for kind, why in (("t5", "encoder-decoder"), ("mamba2", "keeps a state a request"), ("gemma3n", None)):
+        transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+        code = main(["capacity", "--config", str(tmp_path), "--memory", "40GB"])
+        said = capsys.readouterr()
+        if why is None:
+            assert code == 0
+            assert "15 of 35 layers use the cache of others" in said.out
+        else:
+            (line,) = said.err.splitlines()
+            assert code == 2
+            assert why in line
 
 
 @pytest.mark.parametrize(("text", "size"), [("40GB", 40 * 10**9), ("1.5 GiB", 3 * 2**29), ("7", 7), ("2kb", 2000)])
@@ -114,7 +161,9 @@ def test_memory_that_is_none(text):
         ({"v_head_dim": "x"}, "v_head_dim is 'x'"),
         ({"layer_types": [["full_attention"]]}, "expected a list of words"),
         ({"layer_types": 5}, "expected a list of words"),
-        ({"layer_types": ["mamba"]}, "no layer with a cache"),
+        ({"layer_types": ["mamba"] * 32}, "no layer with a cache"),
+        ({"layer_types": ["mamba"]}, "layer_types names 1 layers, but there are 32"),
+        ({"model_type": "llama", "num_hidden_layers": "many"}, "Transformers cannot read it as a llama model"),
         ({"partial_rotary_factor": "x"}, "partial_rotary_factor is 'x'"),
         ({"partial_rotary_factor": float("nan")}, "partial_rotary_factor is nan"),
         ({"text_config": None}, "NoneType is where a mapping is expected"),

@@ -253,7 +253,7 @@ def test_what_cannot_be_metered_is_refused(original: LoadedModel, tmp_path):
         load_model(str(tmp_path))
     with pytest.raises(InputError, match="dtype is 'int4'"):
         load_model(str(CHECKPOINT), "int4")
-    with pytest.raises(UnsupportedError, match="chunked_attention"):
+    with pytest.raises(UnsupportedError, match="chunked local attention"):
         check_config(transformers.LlamaConfig(**SIZES, layer_types=["chunked_attention"] * 2), "x")
     with pytest.raises(UnsupportedError, match="encoder-decoder"):
         check_config(transformers.T5Config(), "x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from witcert_core.evaluate.capacity import DEFAULT_LAYOUTS, capacity, parse_memory, read_shape
+from witcert_core.evaluate.capacity import DEFAULT_LAYOUTS, capacity, heads_of_a_rank, parse_memory, read_shape
+from witcert_core.model_attention import ModelAttention
 
 PIPE_WIDTH = 120
 _LAYOUT_HELP = "fp16, fp8, int8_dither, int8_dither_w, bypass:PAIRS or metered:QUANTIZER; repeat for several."
@@ -31,15 +33,33 @@ def show(
     size = parse_memory(memory)
     rows = [capacity(name, shape, size, tp) for name in layout or DEFAULT_LAYOUTS]
     if as_json:
-        typer.echo(json.dumps({"memory": size, "tp": tp, "layouts": [asdict(row) for row in rows]}, indent=1))
+        found = {"memory": size, "tp": tp, "layouts": [asdict(row) for row in rows], "notes": list(notes(shape))}
+        typer.echo(json.dumps(found, indent=1))
         return
-    heads = shape.heads_of_a_rank(tp)
-    title = f"{shape.num_layers} layers x {heads} KV heads x head_dim {shape.head_dim} a rank, {size} bytes"
+    title = f"{layers_of(shape, tp)} a rank, {size} bytes"
     table = Table("layout", title=title, box=SIMPLE)
     for column in ("bytes a token", "tokens", "against 16 bit"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(row.layout, str(row.bytes_per_token), str(row.tokens), f"{row.ratio:.3f}x")
     Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
-    if shape.sliding_layers:
-        typer.echo(f"{shape.sliding_layers} layers have a window; counted here as if they kept every token")
+    for note in notes(shape):
+        typer.echo(note)
+
+
+def layers_of(shape: ModelAttention, tp: int) -> str:
+    """The layers that cache something, by their shape."""
+    return " + ".join(
+        f"{layers} layers x {heads_of_a_rank(heads, tp)} KV heads x head_dim {k if k == v else f'{k} and {v}'}"
+        for (heads, k, v), layers in shape.shapes.items()
+    )
+
+
+def notes(shape: ModelAttention) -> Iterator[str]:
+    """What the number of tokens leaves out."""
+    if windows := shape.windows:
+        longest = max(layer.window or 0 for layer in windows)
+        yield f"{len(windows)} layers have a window (of {longest} tokens); counted here as if they kept every token"
+    if others := shape.num_hidden_layers - len(shape.layers):
+        what = "use the cache of others or keep" if "shared" in shape.kinds else "keep"
+        yield f"{others} of {shape.num_hidden_layers} layers {what} no keys and values; states are not counted"

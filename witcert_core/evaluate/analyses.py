@@ -101,7 +101,7 @@ def analyse_layers(inputs: Inputs, specs: Sequence[QuantizerSpec], console: Cons
     results = {}
     with progress(console) as shown:
         for spec in specs:
-            total = 1 + len(sweep.settings(inputs.loaded.shape.num_layers))
+            total = 1 + len(sweep.settings(len(inputs.loaded.shape.layers)))
             bar = shown.add_task(spec.label, total=total)
             done = partial(shown.advance, bar)
             results[spec.label] = sweep.sweep(inputs.loaded, spec, inputs.samples, inputs.options, done)

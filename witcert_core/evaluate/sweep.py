@@ -57,7 +57,7 @@ def sweep(
     exact = _forced(loaded, spec, (), samples)
     done()
     rows = []
-    for setting in settings(loaded.shape.num_layers):
+    for setting in settings(len(loaded.shape.layers)):
         found = _forced(loaded, spec, setting.layers, samples)
         lost = [float(a.right and not b.right) for a, b in zip(exact, found, strict=True)]
         nll = [b.nll - a.nll for a, b in zip(exact, found, strict=True)]

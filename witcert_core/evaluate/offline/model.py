@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from witcert_core.errors import InputError, UnsupportedError
-from witcert_core.evaluate.capacity import ModelShape, shape_of
 from witcert_core.evaluate.extras import require
 from witcert_core.evaluate.offline import bridge
 from witcert_core.hub import unreachable_hub
+from witcert_core.model_attention import ModelAttention, describe
 from witcert_core.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
 from witcert_core.suggest import did_you_mean, listed
@@ -28,25 +28,24 @@ class LoadedModel:
     name: str
     model: Any
     tokenizer: Any
-    shape: ModelShape
+    shape: ModelAttention
     eos: frozenset[int]
 
     def geometry(self, num_slots: int) -> Geometry:
         """The cache of `num_slots` tokens."""
-        shape = self.shape
-        config = self.model.config.get_text_config()
+        layer = self.shape.layers[0]  # `check_config`: all are alike
         return Geometry(
             backend="transformers",
-            total_qo_heads=config.num_attention_heads,
-            layers=tuple(range(shape.num_layers)),
-            num_qo_heads=config.num_attention_heads,
-            num_kv_heads=shape.num_kv_heads,
-            kv_head_ids=tuple(range(shape.num_kv_heads)),
-            head_dim=shape.head_dim,
-            v_head_dim=shape.v_head_dim,
+            total_qo_heads=self.shape.num_qo_heads,
+            layers=tuple(range(len(self.shape.layers))),
+            num_qo_heads=self.shape.num_qo_heads,
+            num_kv_heads=layer.num_kv_heads,
+            kv_head_ids=tuple(range(layer.num_kv_heads)),
+            head_dim=layer.head_dim,
+            v_head_dim=layer.v_head_dim,
             num_slots=num_slots,
             pool_dtype=self.model.dtype,
-            rotary=RotarySpec(shape.head_dim, rotary_dim=shape.rotary_dim),
+            rotary=RotarySpec(layer.head_dim, rotary_dim=self.shape.rotary_dim),
             device="cpu",
         )
 
@@ -108,7 +107,7 @@ def load_model(path: str, dtype: str = "auto") -> LoadedModel:
     return wrap_model(model.eval(), load_tokenizer(path), shape, Path(path).name)
 
 
-def wrap_model(model: Any, tokenizer: Any, shape: ModelShape, name: str) -> LoadedModel:
+def wrap_model(model: Any, tokenizer: Any, shape: ModelAttention, name: str) -> LoadedModel:
     """A model already in memory; its attention is replaced."""
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedError(f"{type(model).__name__} does not call its attention through transformers' registry")
@@ -119,17 +118,10 @@ def wrap_model(model: Any, tokenizer: Any, shape: ModelShape, name: str) -> Load
     return LoadedModel(name, model, tokenizer, shape, frozenset(ids))
 
 
-def check_config(config: Any, origin: str) -> ModelShape:
+def check_config(config: Any, origin: str) -> ModelAttention:
     """The shape; UnsupportedError where layers have no ordinary cache of their own."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{origin}: is an encoder-decoder model; only causal language models are metered")
-    text = config.get_text_config()
-    shape = shape_of(text.to_dict(), origin)
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if odd := sorted(kinds - {"full_attention", "sliding_attention"}):
-        raise UnsupportedError(f"{origin}: has layers of type {odd[0]!r}; full and sliding attention are metered")
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise UnsupportedError(f"{origin}: has layers that share a cache; each layer must have its own")
+    shape = describe(config, origin)
+    shape.refuse("none", "state", "shared", "chunked", "shapes", "diffusion", "bidirectional", "alibi")
     if torch.get_float32_matmul_precision() != "highest":
         raise UnsupportedError("torch multiplies in reduced precision; set_float32_matmul_precision('highest')")
     return shape
