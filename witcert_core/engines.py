@@ -6,7 +6,7 @@ An adapter joins through the entry-point group `witcert.engines`: the name is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,6 +38,17 @@ def checked(subject: str, check: Callable[..., Any], *args: Any) -> Finding:
     except WitCertError as error:
         return Finding("refused", subject, str(error))
     return Finding("ok", subject, "can be metered")
+
+
+def verdict(checks: Iterable[tuple[str, Callable[[], Any]]], shown: Sequence[str]) -> list[Finding]:
+    """The first refusal among checks by subject, alone; without one, ok for the subjects that are shown."""
+    passed = []
+    for subject, check in checks:
+        finding = checked(subject, check)
+        if finding.level == "refused":
+            return [finding]
+        passed.append(finding)
+    return [finding for finding in passed if finding.subject in shown]
 
 
 def unreadable(path: str, error: Exception) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -16,18 +17,23 @@ import pytest
 import torch
 import witcert_sglang
 from conftest import write_policy
-from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from transformers import LlamaConfig
 from witcert_demo.servers import server_environment
 from witcert_sglang import support, windows
-from witcert_sglang.plugin import is_main_process
+from witcert_sglang.doctor import of_model
+from witcert_sglang.plugin import Installation, is_main_process
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import parse_policy
+from witcert_core.policy import Policy, parse_policy
 from witcert_core.quantizers import REGISTRY
 
 pytestmark = pytest.mark.sglang
 NONE = {"quantizer": {"name": "none"}}
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 
 
 def launch(model: Path, policy: Path, options: Sequence[str] = (), extra_path: Path | None = None) -> tuple[int, str]:
@@ -102,20 +108,10 @@ def test_port_in_use() -> None:
             support.check_port("127.0.0.1", port)
 
 
-def test_mla(checkpoint: Path, tmp_path: Path) -> None:
-    model = changed_config(
-        checkpoint,
-        tmp_path / "model",
-        architectures=["DeepseekV2ForCausalLM"],
-        model_type="deepseek_v2",
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
-        q_lora_rank=None,
-    )
-    line = refusal(*launch(model, write_policy(tmp_path / "p.yaml", **NONE)))
-    assert "MLA" in line
+def test_a_hybrid_model_stops_the_server(tmp_path: Path) -> None:
+    """In one line, before a scheduler builds its pools: Qwen3-Next's published configuration."""
+    line = refusal(*launch(CONFIGS / "qwen3_next_80b", write_policy(tmp_path / "p.yaml", **NONE)))
+    assert line.startswith("witcert: Qwen3NextForCausalLM has layers without a KV cache (36 of 48); ")
 
 
 def on_import_of(module: str, statements: str) -> str:
@@ -363,28 +359,167 @@ def test_outliers_in_sixteen_bit_need_a_model_of_it() -> None:
 
 
 def model_config(**changes: object) -> SimpleNamespace:
-    text = SimpleNamespace(attn_logit_softcapping=changes.pop("soft_cap", None))
+    """SGLang's `ModelConfig` in what is read of it; text: fields of the model's own configuration."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
+    hf_config = LlamaConfig(architectures=["M"], **{**sizes, **changes.pop("text", {})})  # type: ignore[arg-type]
     fields = {
-        "hf_config": SimpleNamespace(architectures=["M"]),
-        "hf_text_config": text,
+        "hf_config": hf_config,
+        "hf_text_config": hf_config,
         "attention_arch": AttentionArch.MHA,
+        "linear_attn_registry_result": None,
+        "is_draft_model": False,
+        "is_hybrid_swa": False,
         "dtype": torch.float32,
     }
     return SimpleNamespace(**{**fields, "head_dim": 64, "v_head_dim": 64, **changes})
 
 
 def test_models_refused_by_name() -> None:
+    capped = {"text": {"attn_logit_softcapping": 50.0}}
     support.check_model(model_config(), "torch_native")
-    support.check_model(model_config(soft_cap=50.0), "triton")
+    support.check_model(model_config(**capped), "triton")
+    support.check_model(model_config(text={"sliding_window": 128}), "triton")  # in the ordinary pool
     for changes, named in (
-        ({"soft_cap": 50.0}, "attn_logit_softcapping"),
+        (capped, "attn_logit_softcapping"),
         ({"head_dim": 192, "v_head_dim": 128}, "equal widths"),
         ({"head_dim": 72, "v_head_dim": 72}, "head_dim 72"),
         ({"attention_arch": AttentionArch.MLA}, "MLA"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"is_hybrid_swa": True}, "--disable-hybrid-swa-memory"),
+        ({"linear_attn_registry_result": (None, Path())}, "recurrent states"),
+        ({"text": {"kv_lora_rank": 512}}, "MLA"),
+        ({"text": {"kv_lora_rank": 512, "index_topk": 2048}}, "an index selects"),
+        ({"text": {"num_kv_shared_layers": 1}}, "share the cache"),
+        ({"text": {"layer_types": ["linear_attention", "full_attention"]}}, r"without a KV cache \(1 of 2\)"),
+        ({"text": {"attn_layer_period": 2}}, "without a KV cache"),
+        ({"text": {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 64}}, "chunked local"),
+        (
+            {"text": {"sliding_window": 9, "sliding_window_pattern": 2, "swa_num_key_value_heads": 4}},
+            "several shapes",
+        ),
+        ({"text": {"is_causal": False}}, "both ways"),
+        ({"text": {"alibi": True}}, "ALiBi"),
+        ({"text": {"gated_attention_layers": [1]}}, "gated_attention_layers .* not understood"),
     ):
         with pytest.raises(UnsupportedError, match=named):
             support.check_model(model_config(**changes), "torch_native")
+
+
+def policy_of(**sections: object) -> Policy:
+    return parse_policy({"version": 1, **(sections or NONE)})
+
+
+SERVED = {  # of the published configurations
+    *("chatglm3", "gemma2_9b", "gemma3_27b", "glm46", "gpt2", "hd112", "llama31_8b", "minicpm_decoupled"),
+    *("mistral7b_v01", "mistral_small31_vlm", "mistral_small_24b", "phi2", "phi3mini", "phi4", "qwen25_7b"),
+    *("qwen25_vl_7b_flat", "qwen3_30b_a3b", "smollm3_norope"),
+}
+REFUSED = {
+    "decilm_nemotron51b": "cannot be read",
+    "deepseek_v3": "MLA",
+    "gemma4_31b": r"several shapes \(50 x 16 KV heads of 256, 10 x 4 KV heads of 512\)",
+    "gpt_oss_120b": "--disable-hybrid-swa-memory",
+    "gpt_oss_120b_bf16": "--disable-hybrid-swa-memory",
+    "jamba": r"layers without a KV cache \(28 of 32\)",
+    "kimi_k2": "MLA",
+    "llama4_scout": r"chunked local attention of 8192 tokens \(36 of 48\)",
+    "mamba2": "keeps a state a request",
+    "minimax_text": "cannot be read",
+    "mqa_falcon7b": "FalconForCausalLM has no SGlang implementation",
+    "qwen3_next_80b": r"layers without a KV cache \(36 of 48\)",
+    "qwen3_next_80b_lt": r"layers without a KV cache \(36 of 48\)",
+}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
+def test_the_doctor_and_the_server_have_one_verdict(path: Path) -> None:
+    """Of every published configuration; after a refusal the doctor speaks of no layers that it would meter."""
+    found = list(of_model(str(path), policy_of()))
+    server = Installation(policy_of(), policy_of().build_quantizer())
+    args = SimpleNamespace(model_path=str(path), kv_cache_dtype="auto", attention_backend="triton", device="cpu")
+    if path.name in SERVED:
+        assert {finding.level for finding in found} <= {"ok", "note"}
+        assert [finding.subject for finding in found][:3] == ["model", "head size", "metered"]
+        server.check_model(ModelConfig(str(path)), args)
+        return
+    (finding,) = found
+    assert finding.level == "refused"
+    assert re.search(REFUSED[path.name], finding.text), finding.text
+    if "cannot be read" not in finding.text:
+        with pytest.raises(UnsupportedError) as raised:
+            server.check_model(ModelConfig(str(path)), args)
+        assert str(raised.value) == finding.text
+
+
+def test_models_of_our_own_making(tmp_path: Path) -> None:
+    """Kinds that no published configuration here is of."""
+    llama = json.loads((CONFIGS / "llama31_8b" / "config.json").read_text())
+    cases = (
+        ({"architectures": ["NobodysForCausalLM"]}, "NobodysForCausalLM cannot be served by this SGLang"),
+        ({"layers_block_type": ["attention", "mamba"] * 16}, r"without a KV cache \(16 of 32\)"),
+        ({"hybrid_override_pattern": "M*" * 16}, r"without a KV cache \(16 of 32\)"),
+        ({"swa_layer_schedule": "LG" * 16}, "swa_layer_schedule .* not understood"),
+        ({"model_type": "gemma3n", "architectures": ["Gemma3nForCausalLM"]}, "share the cache of others"),
+        ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}, "encoder-decoder"),
+        ({"architectures": ["LLaDA2MoeModelLM"]}, "generates by diffusion"),
+        ({"num_attention_heads": "many"}, "cannot be read"),
+    )
+    for number, (changes, named) in enumerate(cases):
+        path = tmp_path / str(number)  # SGLang keeps what it has read, by path
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps({**llama, **changes}))
+        (finding,) = of_model(str(path), policy_of())
+        assert finding.level == "refused"
+        assert re.search(named, finding.text), finding.text
+        assert "\n" not in finding.text
+
+
+def real_pools() -> dict[str, object]:
+    """Pools of SGLang's own whose rows are not one token each."""
+    sizes = {"size": 16, "page_size": 1, "dtype": torch.float32, "head_num": 2, "head_dim": 64, "device": "cpu"}
+    return {
+        "HybridLinearKVPool": HybridLinearKVPool(full_attention_layer_ids=[1], mamba_pool=None, **sizes),
+        "SWAKVPool": SWAKVPool(size_swa=8, swa_attention_layer_ids=[0], full_attention_layer_ids=[1], **sizes),
+    }
+
+
+@pytest.mark.parametrize("name", ["HybridLinearKVPool", "SWAKVPool"])
+@pytest.mark.parametrize("quantizer", ["none", "engine"])
+def test_a_pool_of_another_kind_is_named_before_it_is_looked_into(
+    name: str, quantizer: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a scheduler: the pool's class comes first, and one line is all there is."""
+    policy = policy_of(quantizer={"name": quantizer}, prefill_reads="stored")
+    server = Installation(policy, policy.build_quantizer())
+    args = SimpleNamespace(kv_cache_dtype="auto", attention_backend="torch_native", device="cpu")
+    monkeypatch.setattr(server, "checked_options", lambda _args: args)
+    runner = SimpleNamespace(
+        server_args=args,
+        token_to_kv_pool=real_pools()[name],
+        model_config=ModelConfig(str(checkpoint)),
+        model=torch.nn.Module(),
+        dtype=torch.float32,
+    )
+    with pytest.raises(SystemExit, match=f"^witcert: the server uses {name}; metered is MHATokenToKVPool"):
+        server.make_runtime(runner, None)
+    runner.model_config = ModelConfig(str(CONFIGS / "qwen3_next_80b"))
+    with pytest.raises(SystemExit, match=r"^witcert: Qwen3NextForCausalLM has layers without a KV cache"):
+        server.make_runtime(runner, None)
+
+
+def test_an_error_of_ours_at_the_start_is_one_line_that_names_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Installation(policy_of(), policy_of().build_quantizer())
+    monkeypatch.setattr(server, "build_runtime", lambda *_: MHATokenToKVPool.layer_number)
+    with (
+        caplog.at_level("DEBUG", "witcert_core.serving.startup"),
+        pytest.raises(SystemExit, match=r"^witcert: AttributeError: .*'layer_number' \(in ") as raised,
+    ):
+        server.make_runtime(None, None)
+    assert "unset WITCERT_POLICY" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert "Traceback" in caplog.text
 
 
 def test_a_pool_narrower_than_the_model_is_refused() -> None:

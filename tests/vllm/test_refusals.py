@@ -18,9 +18,10 @@ from servers import command, environment
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from witcert_vllm import config, support
+from witcert_vllm.doctor import of_model
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import parse_policy
+from witcert_core.policy import load_policy, parse_policy
 
 pytestmark = pytest.mark.vllm
 NONE = {"quantizer": {"name": "none"}}
@@ -174,9 +175,14 @@ def test_what_no_option_asked_for_is_refused() -> None:
         support.check_resolved(SimpleNamespace(speculative_config=None, parallel_config=replicas))
 
 
-def model(**changes: object) -> SimpleNamespace:
+TEXT = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
+
+
+def model(text: dict[str, object] | None = None, **changes: object) -> SimpleNamespace:
+    """vLLM's `ModelConfig` in what is read of it; text: fields of the model's own configuration."""
     fields = {
         "hf_config": SimpleNamespace(architectures=["M"]),
+        "hf_text_config": SimpleNamespace(**{**TEXT, **(text or {})}),
         "use_mla": False,
         "runner_type": "generate",
         "is_encoder_decoder": False,
@@ -185,34 +191,68 @@ def model(**changes: object) -> SimpleNamespace:
         "is_attention_free": False,
         "dtype": torch.float32,
         "head": 64,
-        "window": None,
-        "layer_types": ["full_attention"],
     }
     made = SimpleNamespace(**{**fields, **changes})
     made.get_head_size = lambda: made.head
-    made.get_sliding_window = lambda: made.window
-    made.hf_text_config = SimpleNamespace(layer_types=made.layer_types)
     return made
 
 
 def test_models_refused_by_name() -> None:
     support.check_model(model(), "cpu")
-    support.check_model(model(window=128), "cpu")  # of no layer
+    support.check_model(model({"sliding_window": 128, "layer_types": ["full_attention"] * 2}), "cpu")  # of no layer
     for changes, named in (
         ({"use_mla": True}, "MLA"),
         ({"runner_type": "pooling"}, "does not generate"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"is_diffusion": True}, "diffusion"),
         ({"is_hybrid": True}, "without a KV cache"),
+        ({"is_attention_free": True}, "without a KV cache"),
         ({"head": 72}, "head_dim 72"),
-        ({"window": 128, "layer_types": None}, "sliding window of 128"),
-        ({"window": 128, "layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
-        ({"layer_types": ["chunked_attention"]}, "chunked local"),
+        ({"text": {"kv_lora_rank": 512}}, "MLA"),
+        ({"text": {"sliding_window": 128}}, "sliding window of 128"),
+        ({"text": {"sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]}}, "1 of 2"),
+        ({"text": {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 64}}, "chunked local"),
+        ({"text": {"full_attention_interval": 2, "linear_num_key_heads": 2}}, "without a KV cache"),
+        ({"text": {"num_kv_shared_layers": 1}}, "share the cache"),
+        ({"text": {"head_dim": 192, "v_head_dim": 128}}, "different widths"),
+        ({"text": {"num_key_value_heads": [1, 2]}}, "several shapes"),
+        ({"text": {"alibi": True}}, "ALiBi"),
+        ({"text": {"gated_attention_layers": [1]}}, "gated_attention_layers .* not understood"),
     ):
         with pytest.raises(UnsupportedError, match=named):
             support.check_model(model(**changes), "cpu")
     with pytest.raises(UnsupportedError, match="TF32"):
         support.check_model(model(), "cuda")
+
+
+@pytest.mark.parametrize("name", ["jamba", "mistral7b_v01"])
+def test_the_doctor_and_the_server_refuse_a_model_with_one_voice(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published configurations; after the refusal the doctor speaks of no layers that it would meter."""
+    path = Path(__file__).parents[1] / "data" / "configs" / name
+    policy = write_policy(tmp_path / "p.yaml", **NONE)
+    (finding,) = of_model(str(path), load_policy(str(policy)))
+    assert finding.level == "refused"
+    line = refused_config(path, policy, monkeypatch)
+    assert line == f"witcert: {finding.text}"
+
+
+def test_an_error_of_ours_at_the_start_is_one_line_that_names_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(support, "check_bypass", lambda *_: {}["head_dim"])
+    with caplog.at_level("DEBUG", "witcert_core.serving.startup"):
+        line = refused_config(checkpoint, write_policy(tmp_path / "p.yaml", **NONE), monkeypatch)
+    assert line.startswith("witcert: KeyError: 'head_dim' (in ")
+    assert "unset WITCERT_POLICY" in line
+    assert "\n" not in line
+    assert "Traceback" in caplog.text
+
+
+def test_without_a_kernel_it_is_said() -> None:
+    assert support.slow_meter("cpu") == ""
+    assert "no kernel of the meter's is reached under vLLM on 'cuda'" in support.slow_meter("cuda")
 
 
 def test_caches_refused_by_name() -> None:
@@ -228,7 +268,9 @@ def test_caches_refused_by_name() -> None:
         support.check_specs({"l": SlidingWindowSpec(**shape, sliding_window=64)})
 
 
-def test_a_worker_says_in_one_line_what_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_says_in_one_line_what_it_refuses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What only the layers show: vLLM's processes each add a traceback."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
     from vllm.v1.worker.worker_base import WorkerBase
@@ -246,6 +288,16 @@ def test_a_worker_says_in_one_line_what_it_refuses(capsys: pytest.CaptureFixture
     with pytest.raises(UnsupportedError):
         Worker().determine_available_memory()
     assert capsys.readouterr().err.startswith("witcert: layer l keeps its cache as SlidingWindowSpec")
+    # An error of our own code is named likewise, one of vLLM's (here: of the stock class) is left to it.
+    monkeypatch.setattr(support, "check_specs", lambda specs: specs.no_such_thing)
+    with pytest.raises(AttributeError):
+        Worker().determine_available_memory()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("witcert: AttributeError: 'dict' object has no attribute 'no_such_thing' (in ")
+    monkeypatch.setattr(Stock, "determine_available_memory", lambda _self: vllm.LLM(model="", nonsense=1))
+    with pytest.raises(Exception, match="nonsense"):
+        Worker().determine_available_memory()
+    assert not [line for line in capsys.readouterr().err.splitlines() if line.startswith("witcert:")]
 
 
 def test_connectors() -> None:

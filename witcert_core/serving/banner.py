@@ -10,10 +10,11 @@ from witcert_core.serving.runtime import Runtime
 from witcert_core.units import format_bytes
 
 
-def banner(runtime: Runtime, *, answers: str, metrics: str) -> str:
+def banner(runtime: Runtime, *, answers: str, metrics: str, note: str = "") -> str:
     """Several lines for the server's log.
 
-    answers: where an answer carries its summary; metrics: where Prometheus finds them, or what is missing.
+    answers: where an answer carries its summary; metrics: where Prometheus finds them, or what is missing. note: what
+    an engine has to say of the way it is metered.
     """
     status, policy, geometry = runtime.status(), runtime.policy, runtime.geometry
     metered, quantized = status["layers_metered"], status["layers_quantized"]
@@ -35,6 +36,8 @@ def banner(runtime: Runtime, *, answers: str, metrics: str) -> str:
         f"  gate                : {gate(status)}",
         f"  reports             : {reports(runtime, answers, metrics)}",
     ]
+    if note:
+        lines.append(f"  note                : {note}")
     lines += [f"  not metered         : {why}" for why in not_metered(runtime, metered, quantized)]
     return "\n".join(lines)
 

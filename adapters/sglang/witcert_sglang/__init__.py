@@ -27,4 +27,6 @@ def load() -> None:
 
         install(path)
     except Exception as error:
-        raise SystemExit(f"witcert: {error}") from error
+        deliberate = any(cls.__name__ == "WitCertError" for cls in type(error).__mro__)
+        said = " ".join(str(error).split())
+        raise SystemExit(f"witcert: {said if deliberate else f'{type(error).__name__}: {said}'}") from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from witcert_core.closing import ClosingRule
-from witcert_core.engines import Finding, checked, unreadable
+from witcert_core.engines import Finding, checked, unreadable, verdict
 from witcert_core.errors import WitCertError
 from witcert_core.policy import Policy
 from witcert_core.units import format_bytes
@@ -111,10 +111,8 @@ def live_hooks(installation: Installation) -> Iterator[Finding]:
 
 
 def of_model(path: str, policy: Policy) -> Iterator[Finding]:
-    """What of this model would be metered under the policy."""
+    """What of this model would be metered under the policy; nothing more after the first refusal."""
     from sglang.srt.configs.model_config import ModelConfig
-
-    from witcert_core.quantizers.conformance import check_quantizer
 
     missing = checked("model", support.check_model_path, path)
     if missing.level == "refused":
@@ -123,24 +121,23 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         config = ModelConfig(path)
-    except (OSError, ValueError) as error:
+    except support.unreadable_errors() as error:
         yield unreadable(path, error)
         return
-    yield checked("model", support.check_model, config, "triton", "auto", device)
-    bypass = checked("outliers", support.check_bypass, policy.build_quantizer(), config)
-    if bypass.level == "refused":
-        yield bypass
+    findings = verdict(
+        support.model_checks(config, policy, policy.build_quantizer(), "triton", "auto", device), ("model", "head size")
+    )
+    yield from findings
+    if any(finding.level == "refused" for finding in findings):
         return
-    yield checked("head size", check_quantizer, policy.build_quantizer(), config.head_dim)
-    layers = range(config.num_hidden_layers)
-    for key, chosen in (("quantizer.layers", policy.quantizer.layers_of), ("meter.layers", policy.meter.layers_of)):
-        if (finding := checked(key, chosen, layers)).level == "refused":
-            yield finding
-            return
     yield from coverage(config, policy)
     yield attention(config, policy, device)
     if device != "cpu":
         yield Finding("note", "flags", "start the server with --attention-backend triton --disable-cuda-graph")
+        return
+    on_cpu = checked("flags", support.check_model, config, "torch_native")
+    if on_cpu.level == "refused":
+        yield Finding("note", "flags", f"a server on a CPU is refused: {on_cpu.text}")
 
 
 def attention(config: Any, policy: Policy, device: str) -> Finding:
@@ -162,7 +159,7 @@ def coverage(config: Any, policy: Policy) -> Iterator[Finding]:
     """Cells and bytes of what is metered, and a reason for everything that is not."""
     from witcert_sglang.memory import packed_layout, side_bytes_per_head
 
-    layers = range(config.num_hidden_layers)
+    layers = range(config.num_attention_layers)
     metered, quantized = policy.meter.layers_of(layers), policy.quantizer.layers_of(layers)
     heads, kv_heads = config.num_attention_heads, config.get_total_num_kv_heads()
     yield Finding(

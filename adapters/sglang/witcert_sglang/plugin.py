@@ -6,18 +6,19 @@ import os
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-from witcert_core.errors import WitCertError
+from witcert_core.engines import unreadable
+from witcert_core.errors import UnsupportedError
 from witcert_core.policy import Policy, load_policy
 from witcert_core.quantizers.base import Quantizer
-from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.report.jsonl import check_writable
 from witcert_core.report.prometheus import Metrics
 from witcert_core.serving.banner import banner
 from witcert_core.serving.rotary import rotary_tables
+from witcert_core.serving.startup import refuse_on_error
 from witcert_sglang import packed, support, windows
 from witcert_sglang.backend import metered_factory
 from witcert_sglang.geometry import read_geometry
@@ -30,7 +31,6 @@ from witcert_sglang.rotary import rotary_modules
 from witcert_sglang.runtime import SglangRuntime
 from witcert_sglang.selfcheck import check_attention
 
-T = TypeVar("T")
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -109,17 +109,18 @@ class Installation:
 
     def after_check_server_args(self, _result: Any, server_args: Any) -> None:
         args = refuse_on_error(self.checked_options, server_args)
-        config = model_config(server_args)
-        cache_dtype = "auto" if self.policy.meters_engine else args.kv_cache_dtype
-        refuse_on_error(support.check_model, config, args.attention_backend, cache_dtype, args.device)
-        refuse_on_error(support.check_bypass, self.quantizer, config)
-        refuse_on_error(check_quantizer, self.quantizer, config.head_dim)
-        layers = range(config.num_hidden_layers)
-        refuse_on_error(self.policy.quantizer.layers_of, layers)
-        refuse_on_error(self.policy.meter.layers_of, layers)
+        config = refuse_on_error(model_config, server_args)
+        refuse_on_error(self.check_model, config, args)
         if self.policy.report.jsonl:
             refuse_on_error(check_writable, self.policy.report.jsonl)
         refuse_on_error(support.check_port, args.host, args.port)
+
+    def check_model(self, config: Any, args: Any) -> None:
+        """Raise what refuses a model (SGLang's `ModelConfig`) under the server's options as SGLang resolved them."""
+        cache_dtype = "auto" if self.policy.meters_engine else args.kv_cache_dtype
+        support.check_served_model(
+            config, self.policy, self.quantizer, args.attention_backend, cache_dtype, args.device
+        )
 
     def checked_options(self, server_args: Any) -> Any:
         """The server's options as SGLang resolved them; UnsupportedError for some that cannot be metered."""
@@ -178,13 +179,14 @@ class Installation:
     def build_runtime(self, runner: Any, backend: Any) -> SglangRuntime:
         """One runtime for the process, whichever backends its prompts and its decode steps have."""
         if self.runtime is None:
-            self.checked_options(runner.server_args)  # not every way to start a scheduler leads by the main process
+            # Not every way to start a scheduler leads by the main process.
+            self.check_model(runner.model_config, self.checked_options(runner.server_args))
             pool, own = runner.token_to_kv_pool, self.policy.meters_engine
-            layers = support.check_layers(runner.model, pool.layer_num)
             if own:
                 support.check_engine_pool(pool, runner.dtype)
             else:
                 support.check_pool(pool, self.policy.quantizer.storage == "packed")
+            layers = support.check_layers(runner.model, pool.layer_num)
             metrics = Metrics() if self.policy.report.prometheus and "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
             ranks = attention_ranks()
             geometry = read_geometry(runner, backend, ranks.rank, ranks.size, own)
@@ -297,18 +299,14 @@ def is_main_process() -> bool:
     return frame is None
 
 
-def refuse_on_error(check: Callable[..., T], *args: Any) -> T:
-    """Run a check; its refusal becomes SystemExit with one line, which ends this process and so the server."""
-    try:
-        return check(*args)
-    except WitCertError as error:
-        raise SystemExit(f"witcert: {error}") from error
-
-
 def model_config(server_args: Any) -> Any:
+    """SGLang's `ModelConfig` of the model that will be served; UnsupportedError where SGLang cannot read it."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    return ModelConfig.from_server_args(server_args)
+    try:
+        return ModelConfig.from_server_args(server_args)
+    except support.unreadable_errors() as error:
+        raise UnsupportedError(f"--model-path {unreadable(server_args.model_path, error).text}") from error
 
 
 def install(policy_path: str) -> None:

@@ -7,7 +7,7 @@ in docs/limits.md.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from packaging.specifiers import SpecifierSet
 from witcert_core.closing import ClosingRule
 from witcert_core.errors import UnsupportedError
 from witcert_core.kernels.common.backend import interpreting
+from witcert_core.model_attention import describe
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
+from witcert_core.quantizers.conformance import check_quantizer
 
 SGLANG_RANGE = SpecifierSet("==0.5.23")
 BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
@@ -74,6 +76,14 @@ def check_sharing(quantizer: Quantizer, args: Any) -> None:
 def sharing_flags(rule: ClosingRule) -> str:
     """The server options under which requests share whole groups only."""
     return f"--page-size {rule.sharing_unit} or --disable-radix-cache"
+
+
+def unreadable_errors() -> tuple[type[Exception], ...]:
+    """What SGLang and Transformers raise over a configuration that is none, or lacks what their code asks of it."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    usual = (OSError, ValueError, TypeError, AttributeError, KeyError, RuntimeError, ArithmeticError, AssertionError)
+    return (*usual, StrictDataclassError)
 
 
 def check_model_path(model_path: str) -> None:
@@ -266,12 +276,70 @@ def check_port(host: str, port: int) -> None:
             raise UnsupportedError(f"--port {port} on {host}: {error.strerror}; choose another --port") from error
 
 
+def model_checks(
+    config: Any, policy: Policy, quantizer: Quantizer, backend: str, kv_cache_dtype: str, device: str
+) -> list[tuple[str, Callable[[], Any]]]:
+    """What a model is checked for, in order and by subject: the server's verdict at its start, and the doctor's.
+
+    config: SGLang's `ModelConfig`. backend, kv_cache_dtype, device: as the server was given them.
+    """
+    layers = range(config.num_attention_layers)
+    return [
+        ("model", lambda: check_model(config, backend, kv_cache_dtype, device)),
+        ("architecture", lambda: check_architecture(config)),
+        ("outliers", lambda: check_bypass(quantizer, config)),
+        ("head size", lambda: check_quantizer(quantizer, config.head_dim)),
+        ("quantizer.layers", lambda: policy.quantizer.layers_of(layers)),
+        ("meter.layers", lambda: policy.meter.layers_of(layers)),
+    ]
+
+
+def check_served_model(
+    config: Any, policy: Policy, quantizer: Quantizer, backend: str, kv_cache_dtype: str, device: str
+) -> None:
+    """All of `model_checks`: raises the error of the first that refuses."""
+    for _subject, check in model_checks(config, policy, quantizer, backend, kv_cache_dtype, device):
+        check()
+
+
+def architecture(config: Any) -> str:
+    """What messages call the model."""
+    names = getattr(config.hf_config, "architectures", None) or ["this model"]
+    return str(names[0])
+
+
+def check_architecture(config: Any) -> None:
+    """Raise UnsupportedError for a model of which SGLang has no class, nor Transformers one that it runs."""
+    from sglang.srt.model_loader.utils import get_model_architecture
+
+    try:
+        get_model_architecture(config)
+    except ValueError as error:
+        said = " ".join(str(error).split()).partition(" Supported architectures:")[0]
+        raise UnsupportedError(f"{architecture(config)} cannot be served by this SGLang: {said}") from error
+
+
 def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto", device: str = "cpu") -> None:
     """Raise UnsupportedError for an architecture or head size the meter has no radii for."""
-    name = (getattr(config.hf_config, "architectures", None) or ["this model"])[0]
-    if config.attention_arch.name == "MLA":
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    name = architecture(config)
+    attention = describe(config.hf_config, name, config.hf_text_config)
+    attention.refuse("none", "state", "shared", "chunked", "shapes", "diffusion", "bidirectional", "alibi")
+    if config.attention_arch.name != "MHA":
         raise UnsupportedError(
-            f"{name} uses multi-head latent attention (MLA): its cache holds latents, for which there is no witness yet"
+            f"{name} has attention of the kind {config.attention_arch.name} in SGLang; metered are keys and values per "
+            "head (MHA)"
+        )
+    if (recurrent := mambaish_config(config)) is not None:
+        raise UnsupportedError(
+            f"{name} keeps recurrent states beside its cache (SGLang's {type(recurrent).__name__}); metered are models "
+            "of attention layers only"
+        )
+    if config.is_hybrid_swa:
+        raise UnsupportedError(
+            f"{name} keeps layers with a window in a pool of their own (SWAKVPool), whose rows are not one token each; "
+            "use --disable-hybrid-swa-memory, under which every layer keeps every token"
         )
     if device != "cpu" and config.dtype == torch.float32:
         raise UnsupportedError(

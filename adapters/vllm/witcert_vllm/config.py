@@ -3,42 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from vllm.config.kv_transfer import KVTransferConfig
 
 from witcert_core.errors import WitCertError
-from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.report.jsonl import check_writable
+from witcert_core.serving.startup import in_one_line, refuse_on_error
 from witcert_vllm import backends, support
 from witcert_vllm.plugin import Installation, current
 
-T = TypeVar("T")
 CONNECTOR = "WitCertConnector"
 _CONNECTOR_MODULE = "witcert_vllm.connector"
 
 
 def around_create_engine_config(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """`EngineArgs.create_engine_config` with the metered worker, scheduler and connector chosen."""
-    return refuse_on_error(_create, current(), original, args, *rest, **kwargs)
+    """`EngineArgs.create_engine_config` with the metered worker, scheduler and connector chosen.
+
+    An error of vLLM's own in between stays vLLM's.
+    """
+    installation = refuse_on_error(current)
+    refuse_on_error(_before, installation, args)
+    try:
+        config = original(args, *rest, **kwargs)
+    except WitCertError as error:  # of a metered class that vLLM looked up
+        raise SystemExit(f"witcert: {in_one_line(error)}") from error
+    return refuse_on_error(_after, installation, config)
 
 
-def _create(installation: Installation, original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    policy = installation.policy
+def _before(installation: Installation, args: Any) -> None:
+    """Refuses options, and puts our connector beside the user's."""
     backends.take_over(support.BACKENDS)
     support.check_engine_args(args)
     if not has_own(args.kv_transfer_config):
-        support.check_connector(args.kv_transfer_config, policy)
+        support.check_connector(args.kv_transfer_config, installation.policy)
         args.kv_transfer_config = with_connector(args.kv_transfer_config)
-    config = original(args, *rest, **kwargs)
+
+
+def _after(installation: Installation, config: Any) -> Any:
+    """Refuses what vLLM made of them and of the model's files, and chooses the worker and the scheduler."""
+    policy, quantizer = installation.policy, installation.quantizer
+    support.check_resolved(config)
+    support.check_served_model(config.model_config, policy, quantizer, config.device_config.device_type)
     support.check_config(config, policy)
-    support.check_sharing(installation.quantizer, config.cache_config)
-    model = config.model_config
-    support.check_bypass(installation.quantizer, model)
-    check_quantizer(installation.quantizer, model.get_head_size())
-    layers = range(model.get_total_num_hidden_layers())
-    policy.quantizer.layers_of(layers)
-    policy.meter.layers_of(layers)
+    support.check_sharing(quantizer, config.cache_config)
     if policy.report.jsonl:
         check_writable(policy.report.jsonl)
     parallel, scheduler = config.parallel_config, config.scheduler_config
@@ -89,11 +97,3 @@ def with_connector(transfer_config: Any) -> KVTransferConfig:
         kv_load_failure_policy=transfer_config.kv_load_failure_policy,
         kv_connector_extra_config={"connectors": [own_connector(beside=True), *others]},
     )
-
-
-def refuse_on_error(check: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Run a check; its refusal becomes SystemExit with one line, which ends this process and so the server."""
-    try:
-        return check(*args, **kwargs)
-    except WitCertError as error:
-        raise SystemExit(f"witcert: {error}") from error

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from witcert_core.closing import ClosingRule
-from witcert_core.engines import Finding, checked, unreadable
+from witcert_core.engines import Finding, unreadable, verdict
 from witcert_core.errors import WitCertError
 from witcert_core.policy import Policy
 from witcert_vllm import POLICY_VARIABLE, __version__
@@ -79,31 +79,23 @@ def sharing(policy: Policy) -> Iterator[Finding]:
 
 
 def of_model(path: str, policy: Policy) -> Iterator[Finding]:
-    """What of this model would be metered under the policy."""
-    from huggingface_hub.errors import StrictDataclassError
+    """What of this model would be metered under the policy; nothing more after the first refusal."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    from witcert_core.quantizers.conformance import check_quantizer
     from witcert_vllm import support
 
     try:
         config = EngineArgs(model=path).create_model_config()
-    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
-        # The last three: a config.json that is no mapping, or has a value of another type than its model's.
+    except support.unreadable_errors() as error:
         yield unreadable(path, error)
         return
-    yield checked("model", support.check_model, config, current_platform.device_type)
-    bypass = checked("outliers", support.check_bypass, policy.build_quantizer(), config)
-    if bypass.level == "refused":
-        yield bypass
+    device = current_platform.device_type
+    findings = verdict(support.model_checks(config, policy, policy.build_quantizer(), device), ("model", "head size"))
+    yield from findings
+    if any(finding.level == "refused" for finding in findings):
         return
-    yield checked("head size", check_quantizer, policy.build_quantizer(), config.get_head_size())
     layers = range(config.get_total_num_hidden_layers())
-    for key, chosen in (("quantizer.layers", policy.quantizer.layers_of), ("meter.layers", policy.meter.layers_of)):
-        if (finding := checked(key, chosen, layers)).level == "refused":
-            yield finding
-            return
     metered = policy.meter.layers_of(layers)
     heads = config.hf_text_config.num_attention_heads
     yield Finding(
@@ -112,3 +104,5 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
         f"{len(metered)} of {len(layers)} layers x {heads} query heads: {len(metered) * heads} cells a row, tier "
         f"{policy.tier}; {'every row' if policy.meter.stride == 1 else f'one decode row in {policy.meter.stride}'}",
     )
+    if slow := support.slow_meter(device):
+        yield Finding("note", "speed", slow)

@@ -7,7 +7,7 @@ and their cache show in the worker, before the first request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from packaging.specifiers import SpecifierSet
 
 from witcert_core.closing import ClosingRule
 from witcert_core.errors import UnsupportedError
+from witcert_core.model_attention import WHY, describe
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
+from witcert_core.quantizers.conformance import check_quantizer
 from witcert_vllm import backends
 from witcert_vllm.engine_pool import FLOAT8, PER_TOKEN_HEAD
 
@@ -60,6 +62,14 @@ def check_version() -> None:
             f"vLLM {installed} is installed; witcert-vllm was tested with vLLM {VLLM_RANGE}: "
             "install that version, or unset WITCERT_POLICY to serve without a meter"
         )
+
+
+def unreadable_errors() -> tuple[type[Exception], ...]:
+    """What vLLM and Transformers raise over a configuration that is none, or lacks what their code asks of it."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    usual = (OSError, ValueError, TypeError, AttributeError, KeyError, RuntimeError, ArithmeticError, AssertionError)
+    return (*usual, StrictDataclassError)
 
 
 def check_sharing(quantizer: Quantizer, cache_config: Any) -> None:
@@ -114,8 +124,6 @@ def check_connector(transfer_config: Any, policy: Policy) -> None:
 
 def check_config(config: Any, policy: Policy) -> None:
     """Raise UnsupportedError for a resolved `VllmConfig` the meter does not follow."""
-    check_resolved(config)
-    check_model(config.model_config, config.device_config.device_type)
     device = config.device_config.device_type
     if policy.meters_engine:
         check_engine_cache(config.cache_config.cache_dtype, config.model_config.dtype, policy.prefill_reads, device)
@@ -151,22 +159,50 @@ def check_bypass(quantizer: Quantizer, model: Any) -> None:
         )
 
 
+def model_checks(model: Any, policy: Policy, quantizer: Quantizer, device: str) -> list[tuple[str, Callable[[], Any]]]:
+    """What a model is checked for, in order and by subject: the server's verdict at its start, and the doctor's.
+
+    model: vLLM's `ModelConfig`.
+    """
+    layers = range(model.get_total_num_hidden_layers())
+    return [
+        ("model", lambda: check_model(model, device)),
+        ("outliers", lambda: check_bypass(quantizer, model)),
+        ("head size", lambda: check_quantizer(quantizer, model.get_head_size())),
+        ("quantizer.layers", lambda: policy.quantizer.layers_of(layers)),
+        ("meter.layers", lambda: policy.meter.layers_of(layers)),
+    ]
+
+
+def check_served_model(model: Any, policy: Policy, quantizer: Quantizer, device: str) -> None:
+    """All of `model_checks`: raises the error of the first that refuses."""
+    for _subject, check in model_checks(model, policy, quantizer, device):
+        check()
+
+
 def check_model(model: Any, device: str) -> None:
-    """Raise UnsupportedError for an architecture, head size or dtype the meter has no radii for."""
-    name = (getattr(model.hf_config, "architectures", None) or ["this model"])[0]
-    if model.use_mla:
-        raise UnsupportedError(
-            f"{name} uses multi-head latent attention (MLA): its cache holds latents, for which there is no witness yet"
-        )
+    """Raise UnsupportedError for an architecture, head size or dtype the meter has no radii for.
+
+    `check_specs` and `attention_layers` look at the layers themselves, but in a worker, long after the start.
+    """
+    name = str((getattr(model.hf_config, "architectures", None) or ["this model"])[0])
     if model.runner_type != "generate":
         raise UnsupportedError(f"{name} does not generate text; metered are generating models")
+    attention = describe(model.hf_config, name, model.hf_text_config)
+    attention.refuse("none", "state", "shared", "chunked", "shapes", "widths", "diffusion", "bidirectional", "alibi")
+    attention.refuse(
+        "sliding",
+        instead="metered are layers that keep every token in the cache (--disable-sliding-window, where the window is "
+        "as long as you need)",
+    )
+    if model.use_mla:
+        raise UnsupportedError(f"{name} {WHY['mla']}")
     if model.is_encoder_decoder:
-        raise UnsupportedError(f"{name} is an encoder-decoder model; metered are decoder-only models")
+        raise UnsupportedError(f"{name} {WHY['encoder-decoder']}")
     if model.is_diffusion:
-        raise UnsupportedError(f"{name} generates by diffusion, attending both ways; metered are causal models")
+        raise UnsupportedError(f"{name} {WHY['diffusion']}; metered are causal models")
     if model.is_hybrid or model.is_attention_free:
-        raise UnsupportedError(f"{name} has layers without a KV cache; metered are models of attention layers only")
-    check_layer_types(name, model)
+        raise UnsupportedError(f"{name} {WHY['none']}; metered are models of attention layers only")
     if device != "cpu" and model.dtype == torch.float32:
         raise UnsupportedError(
             f"{name} in float32 on {device!r}: the engine multiplies in TF32 there, whose rounding no radius covers; "
@@ -179,20 +215,14 @@ def check_model(model: Any, device: str) -> None:
         )
 
 
-def check_layer_types(name: str, model: Any) -> None:
-    """Raise UnsupportedError where a model's configuration already says that its tokens leave the cache.
-
-    `check_specs` and `attention_layers` look at the layers themselves, but in a worker, long after the start.
-    """
-    window = model.get_sliding_window()
-    types = getattr(model.hf_text_config, "layer_types", None) or ()
-    if window is not None and ("sliding_attention" in types or not types):
-        raise UnsupportedError(
-            f"{name} has layers with a sliding window of {window} tokens; metered are layers that keep every token in "
-            "the cache (--disable-sliding-window, where the window is as long as you need)"
-        )
-    if "chunked_attention" in types:
-        raise UnsupportedError(f"{name} has layers with chunked local attention; metered is attention to all tokens")
+def slow_meter(device: str) -> str:
+    """What is said of a device on which no kernel of ours is reached; '' where nothing is to be said."""
+    if device == "cpu":
+        return ""
+    return (
+        f"no kernel of the meter's is reached under vLLM on {device!r} yet: what is quantized and metered goes through "
+        "the reference in plain torch (sums in float64), which is slow; raise meter.stride"
+    )
 
 
 def check_cache_dtype(cache_dtype: str, model_dtype: torch.dtype) -> None:

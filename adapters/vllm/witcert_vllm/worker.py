@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import vllm
 from vllm.v1.worker.worker_base import WorkerBase
 
+import witcert_core
 from witcert_core.errors import UnsupportedError, WitCertError
 from witcert_core.serving.banner import banner
 from witcert_core.serving.encoder import Encoder
@@ -18,6 +22,7 @@ from witcert_core.serving.packed import PackedStorage
 from witcert_core.serving.rotary import rotary_tables
 from witcert_core.serving.runtime import Cache
 from witcert_core.serving.simulated import SimulatedCache
+from witcert_core.serving.startup import in_one_line
 from witcert_vllm import backends, process, support
 from witcert_vllm.engine_pool import engine_pool
 from witcert_vllm.geometry import layer_ids, read_geometry
@@ -33,18 +38,30 @@ T = TypeVar("T")
 
 
 def names_refusals(method: Callable[..., T]) -> Callable[..., T]:
-    """A refusal in a worker process ends in tracebacks of vLLM's, in every process: first it is said in one line."""
+    """A refusal in a worker process ends in tracebacks of vLLM's, in every process: first it is said in one line.
+
+    So is any other error that comes from our code; one of vLLM's own is left to vLLM.
+    """
 
     @functools.wraps(method)
     def wrapper(worker: Any, *args: Any, **kwargs: Any) -> T:
         try:
             return method(worker, *args, **kwargs)
-        except WitCertError as error:
-            if worker.rank == 0:
-                print(f"witcert: {error}", file=sys.stderr, flush=True)
+        except Exception as error:
+            if worker.rank == 0 and (isinstance(error, WitCertError) or raised_by_us(error)):
+                print(f"witcert: {in_one_line(error)}", file=sys.stderr, flush=True)
             raise
 
     return wrapper
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Whether the error came out of this project's code, or of a library that it called, and not out of vLLM's."""
+    theirs = Path(vllm.__file__).parent
+    ours = (Path(witcert_core.__file__).parent, Path(__file__).parent)
+    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    of_both = [file for file in frames if any(root in file.parents for root in (theirs, *ours))]
+    return bool(of_both) and theirs not in of_both[-1].parents
 
 
 class MeteredWorker(WorkerBase):
@@ -74,7 +91,14 @@ class MeteredWorker(WorkerBase):
         process.set_runtime(runtime)
         if runtime.ranks.reports:
             print(
-                banner(runtime, answers="kv_transfer_params.witcert", metrics="/metrics"), file=sys.stderr, flush=True
+                banner(
+                    runtime,
+                    answers="kv_transfer_params.witcert",
+                    metrics="/metrics",
+                    note=support.slow_meter(runtime.geometry.device),
+                ),
+                file=sys.stderr,
+                flush=True,
             )
 
     def witcert_status(self) -> dict[str, Any]:
