@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
-from witcert_core.errors import PluginError, WitCertError
+from witcert_core.errors import PluginError
 from witcert_core.hub import unreachable_hub
+from witcert_core.serving.startup import refuse_on_error
 
 if TYPE_CHECKING:
     from witcert_core.policy import Policy
@@ -32,11 +33,11 @@ class Finding:
 
 
 def checked(subject: str, check: Callable[..., Any], *args: Any) -> Finding:
-    """The finding of one check: its refusal, or ok."""
+    """The finding of one check: what a server at its start would be stopped with, or ok."""
     try:
-        check(*args)
-    except WitCertError as error:
-        return Finding("refused", subject, str(error))
+        refuse_on_error(check, *args)
+    except SystemExit as refusal:
+        return Finding("refused", subject, str(refusal).removeprefix("witcert: "))
     return Finding("ok", subject, "can be metered")
 
 

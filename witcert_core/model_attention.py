@@ -57,6 +57,9 @@ _ENCODER_DECODERS = frozenset(
 )
 _NO_CACHE = ("encoder-decoder", "sparse", "mla", "compressed", "cross-attention", "state-space")
 """Kinds of which no cache of keys and values per head can be described, in the order in which they are named."""
+_OF_ROWS = ("diffusion", "bidirectional", "alibi")
+_CAUSAL = "metered is causal softmax over a layer's own keys"
+_WHOLE = "metered are models whose every layer caches keys and values of its own for all tokens"
 _DIFFUSERS = ("Diffusion", "LLaDA", "Dream", "SDAR")
 _STATES = ("state_size", "ssm_state_size", "ssm_cfg", "conv_kernel", "time_step_rank", "attention_hidden_size")
 
@@ -97,15 +100,12 @@ class ModelAttention:
         """(KV heads, width of keys, width of values) -> how many layers have it."""
         return dict(Counter((layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.layers))
 
-    def refuse(
-        self,
-        *kinds: str,
-        instead: str = "metered are models whose every layer caches keys and values of its own for all tokens",
-    ) -> None:
-        """UnsupportedError for the first of `kinds` that the model has."""
+    def refuse(self, *kinds: str, instead: str = "") -> None:
+        """UnsupportedError for the first of `kinds` that the model has; instead: how its message ends."""
         for kind in kinds:
             if kind in self.kinds:
-                raise UnsupportedError(f"{self.name} {WHY[kind]}{self._count(kind)}; {instead}")
+                end = instead or (_CAUSAL if kind in _OF_ROWS else _WHOLE)
+                raise UnsupportedError(f"{self.name} {WHY[kind]}{self._count(kind)}; {end}")
 
     def _count(self, kind: str) -> str:
         if kind == "none":

@@ -369,9 +369,15 @@ def model_config(**changes: object) -> SimpleNamespace:
         "linear_attn_registry_result": None,
         "is_draft_model": False,
         "is_hybrid_swa": False,
+        "num_attention_layers": 2,
         "dtype": torch.float32,
     }
     return SimpleNamespace(**{**fields, "head_dim": 64, "v_head_dim": 64, **changes})
+
+
+def attending(*layers: int) -> SimpleNamespace:
+    """A configuration that SGLang knows as hybrid, in what is read of it."""
+    return SimpleNamespace(full_attention_layer_ids=list(layers))
 
 
 def test_models_refused_by_name() -> None:
@@ -386,7 +392,9 @@ def test_models_refused_by_name() -> None:
         ({"attention_arch": AttentionArch.MLA}, "MLA"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"is_hybrid_swa": True}, "--disable-hybrid-swa-memory"),
-        ({"linear_attn_registry_result": (None, Path())}, "recurrent states"),
+        ({"linear_attn_registry_result": (None, attending(1))}, r"without a KV cache \(1 of 2\)"),
+        ({"linear_attn_registry_result": (None, attending(0, 1))}, "recurrent state"),
+        ({"attention_arch": AttentionArch.SSM}, "has no attention"),
         ({"text": {"kv_lora_rank": 512}}, "MLA"),
         ({"text": {"kv_lora_rank": 512, "index_topk": 2048}}, "an index selects"),
         ({"text": {"num_kv_shared_layers": 1}}, "share the cache"),

@@ -225,7 +225,7 @@ CONTRACT: tuple[Signature | Members, ...] = (
     ),
     Signature(f"{_SRT}.configs.hybrid_arch.mambaish_config", ("model_config",)),
     Signature(f"{_SRT}.model_loader.utils.get_model_architecture", ("model_config",)),
-    Members(f"{_SRT}.configs.model_config.AttentionArch", ("MLA", "MHA")),
+    Members(f"{_SRT}.configs.model_config.AttentionArch", ("MLA", "MHA", "SSM")),
     Signature(f"{_SRT}.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
     Members(f"{_SRT}.plugins.hook_registry.HookRegistry", ("_patched", "apply_hooks")),
     Members(f"{_SRT}.plugins.hook_registry.HookType", ("BEFORE", "AFTER", "AROUND")),

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from witcert_core.closing import ClosingRule
 from witcert_core.errors import UnsupportedError
 from witcert_core.kernels.common.backend import interpreting
-from witcert_core.model_attention import describe
+from witcert_core.model_attention import WHY, describe
 from witcert_core.policy import Policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.conformance import check_quantizer
@@ -324,18 +324,17 @@ def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto", device:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     name = architecture(config)
+    if config.attention_arch.name == "SSM":
+        raise UnsupportedError(f"{name} {WHY['state-space']}")
+    if (recurrent := mambaish_config(config)) is not None:
+        attending, layers = getattr(recurrent, "full_attention_layer_ids", None), config.num_attention_layers
+        others = 0 if attending is None else layers - len(attending)
+        why = f"{WHY['none']} ({others} of {layers})" if others else WHY["state"]
+        raise UnsupportedError(f"{name} {why}; metered are models of attention layers only")
     attention = describe(config.hf_config, name, config.hf_text_config)
     attention.refuse("none", "state", "shared", "chunked", "shapes", "diffusion", "bidirectional", "alibi")
     if config.attention_arch.name != "MHA":
-        raise UnsupportedError(
-            f"{name} has attention of the kind {config.attention_arch.name} in SGLang; metered are keys and values per "
-            "head (MHA)"
-        )
-    if (recurrent := mambaish_config(config)) is not None:
-        raise UnsupportedError(
-            f"{name} keeps recurrent states beside its cache (SGLang's {type(recurrent).__name__}); metered are models "
-            "of attention layers only"
-        )
+        raise UnsupportedError(f"{name} {WHY['mla']}")
     if config.is_hybrid_swa:
         raise UnsupportedError(
             f"{name} keeps layers with a window in a pool of their own (SWAKVPool), whose rows are not one token each; "
