@@ -146,12 +146,13 @@ def describe(config: Any, origin: str, text: Any = None) -> ModelAttention:
     per_layer = layer_kinds(fields, count)
     if any(kind.kind == "sparse" for kind in per_layer):
         raise UnsupportedError(_said(origin, "sparse"))
-    own = count - (fields.integer("num_kv_shared_layers", 0) or 0)
+    own = max(count - (fields.integer("num_kv_shared_layers", 0) or 0), 0)
+    every = (fields.integer("cla_share_factor") or 1) if fields("use_cla") else 1  # neighbours that share a cache
     mixed = any(kind.kind == "sliding" for kind in per_layer)
     layers = tuple(
         _cache_layer(fields, index, kind, mixed, heads)
-        for index, kind in enumerate(per_layer[: max(own, 0)])
-        if kind.kind != "none"
+        for index, kind in enumerate(per_layer[:own])
+        if kind.kind != "none" and index % every == 0
     )
     if not layers:
         raise UnsupportedError(f"{origin}: has no layer with a cache of keys and values")
@@ -159,7 +160,7 @@ def describe(config: Any, origin: str, text: Any = None) -> ModelAttention:
     kinds |= {kind.kind for kind in per_layer if kind.kind in ("none", "sliding", "chunked")}
     for name, has in (
         ("state", any(kind.state and kind.kind != "none" for kind in per_layer)),
-        ("shared", own < count),
+        ("shared", own < count or every > 1),
         ("shapes", len(found.shapes) > 1),
         ("widths", any(layer.head_dim != layer.v_head_dim for layer in layers)),
     ):
@@ -242,7 +243,14 @@ def _cache_layer(fields: Fields, index: int, kind: LayerKind, mixed: bool, heads
 
 def _head_names(fields: Fields) -> tuple[str, ...]:
     """Under which names the KV heads are, the one that this kind of model uses first."""
-    names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "num_attention_groups")
+    names = (
+        "num_key_value_heads_per_layer",
+        "num_key_value_heads",
+        "num_kv_heads",
+        "n_head_kv",
+        "n_kv_heads",
+        "num_attention_groups",
+    )
     return ("multi_query_group_num", *names) if fields("multi_query_attention") else names
 
 

@@ -6,6 +6,7 @@ and to meter, something else than what is served.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +58,9 @@ _UNDERSTOOD = frozenset(
         "swa_v_head_dim",
         "attention_head_dim",
         "num_kv_shared_layers",
+        "num_key_value_heads_per_layer",
+        "use_cla",
+        "cla_share_factor",
         "cross_attention_layers",
         "kv_channels",
     }
@@ -71,6 +75,7 @@ _ELSEWHERE = frozenset(
         "num_sliding_attention_heads",
         "prefix_dense_sliding_window_pattern",
         "indexer_types",
+        "use_shared_attention_adapter",
         "mamba_head_dim",
         "mamba_n_heads",
         "mamba_num_heads",
@@ -85,11 +90,6 @@ _ELSEWHERE = frozenset(
         "linear_head_dim",
         "index_n_heads",
         "index_head_dim",
-        "attention_type",
-        "num_attention_layers",
-        "swa_rope_theta",
-        "swa_attention_sink_bias",
-        "attention_key_value_heads",
     }
 )
 _OF_DRAFTS = ("mtp_", "vision_", "audio_", "encoder_", "decoder_", "image_", "draft_", "speech_", "conf_")
@@ -137,18 +137,25 @@ _PLACES = frozenset(
     }
 )
 _KEYS, _HEADS = frozenset(("kv", "key", "keys", "attention", "attn")), frozenset(("head", "heads", "group", "groups"))
+_SHARE = frozenset(("share", "shared", "sharing", "reuse"))
+_CACHES = frozenset(("kv", "cla", "cache", "attn", "attention"))
+_OF_NUMBERS = frozenset(
+    {"norm", "layernorm", "bias", "dropout", "drop", "eps", "scale", "multiplier", "rope", "theta", "dtype", "dim"}
+)
+"""A name with one of these speaks of what attention computes with, not of where it is or what it keeps."""
 
 
 def check_names(values: Mapping[str, Any], origin: str) -> None:
     """UnsupportedError for a name that speaks of the layers or heads of attention and is not known here.
 
     values: name -> value of a configuration (of the text part, where a model has several); names without a value
-    (None, False, 0, empty) say nothing.
+    (None, False, 0, empty) say nothing, nor do fractions.
     """
     for name in sorted(values):
-        parts = set(name.lower().strip("_").split("_"))
-        speaks = (parts & _ATTENTION and parts & _PLACES) or (parts & _KEYS and parts & _HEADS and "dim" not in parts)
-        if not speaks or not values[name] or name.startswith(_OF_DRAFTS):
+        parts = set(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().strip("_").split("_"))
+        pairs = ((_ATTENTION, _PLACES), (_KEYS, _HEADS), (_SHARE, _CACHES))
+        speaks = any(parts & one and parts & other for one, other in pairs) and not parts & _OF_NUMBERS
+        if not speaks or not values[name] or isinstance(values[name], float) or name.startswith(_OF_DRAFTS):
             continue
         if name not in _UNDERSTOOD and name not in _ELSEWHERE:
             shown = repr(values[name])

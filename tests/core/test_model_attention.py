@@ -91,6 +91,7 @@ def test_published_models_without_keys_and_values_per_head_have_their_own_reason
         ({"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}}, [3]),
         ({"block_configs": [{"attention": {"no_op": layer != 1, "n_heads_in_group": 4}} for layer in range(4)]}, [1]),
         ({"num_kv_shared_layers": 3}, [0]),
+        ({"use_cla": True, "cla_share_factor": 2}, [0, 2]),
     ],
 )
 def test_layers_with_a_cache_under_any_name(changes, attends):
@@ -130,6 +131,10 @@ def test_windows_under_any_name(changes, windows):
         ({"multi_query": True}, {(1, 64, 64): 4}),
         ({"multi_query": True, "new_decoder_architecture": True, "num_key_value_heads": 4}, {(4, 64, 64): 4}),
         ({"multi_query_attention": True, "multi_query_group_num": 4, "kv_channels": 32}, {(4, 32, 32): 4}),
+        (
+            {"num_key_value_heads": None, "num_key_value_heads_per_layer": [1, 1, 1, 2]},
+            {(1, 64, 64): 3, (2, 64, 64): 1},
+        ),
         ({"num_key_value_heads": [1, 2, 2, 4]}, {(1, 64, 64): 1, (2, 64, 64): 2, (4, 64, 64): 1}),
         ({"num_key_value_heads": None, "attn_config": {"kv_n_heads": 4}}, {(4, 64, 64): 4}),
         ({"head_dim": 96, "v_head_dim": 64}, {(2, 96, 64): 4}),
@@ -176,6 +181,8 @@ def test_what_is_no_cache_of_keys_and_values_is_refused_by_name(changes, reason)
         {"kv_heads_by_depth": [1, 2, 2, 1]},
         {"mixer_types": ["a", "b"]},
         {"num_kv_groups": 2},
+        {"share_kv_with": [0, 0, 1, 1]},
+        {"hybridLayerMap": [1, 0]},
     ],
 )
 def test_a_name_that_speaks_of_attention_and_is_not_known_is_refused_by_name(changes):
@@ -189,6 +196,10 @@ def test_names_that_say_nothing_of_the_cache_pass():
     described(
         attention_bias=True,
         attention_dropout=0.1,
+        attention_layer_norm_eps=1,
+        attn_layer_offset_scale=0.5,
+        use_cla=False,
+        cla_share_factor=2,
         attn_logit_softcapping=50.0,
         num_attention_heads_per_layer=[8] * 4,
         no_rope_layers=[1, 1, 1, 0],
