@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -106,6 +107,7 @@ class Installation:
 
     def before_resolve(self, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
         refuse_on_error(support.check_model_path, server_args.model_path)
+        refuse_on_error(check_kind_early, server_args)
 
     def after_check_server_args(self, _result: Any, server_args: Any) -> None:
         args = refuse_on_error(self.checked_options, server_args)
@@ -297,6 +299,22 @@ def is_main_process() -> bool:
     while frame is not None and frame.f_code.co_name not in _WORKERS:
         frame = frame.f_back
     return frame is None
+
+
+def check_kind_early(server_args: Any) -> None:
+    """Raise UnsupportedError for a model directory of a kind that SGLang, resolving its options, may trip over first.
+
+    What cannot be read before the options are resolved is left to SGLang, and to the checks after that.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    if not Path(server_args.model_path).expanduser().is_dir():
+        return
+    try:
+        config = ModelConfig.from_server_args(server_args)
+    except support.unreadable_errors():
+        return
+    support.check_kind(config)
 
 
 def model_config(server_args: Any) -> Any:

@@ -319,8 +319,8 @@ def check_architecture(config: Any) -> None:
         raise UnsupportedError(f"{architecture(config)} cannot be served by this SGLang: {said}") from error
 
 
-def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto", device: str = "cpu") -> None:
-    """Raise UnsupportedError for an architecture or head size the meter has no radii for."""
+def check_kind(config: Any) -> None:
+    """Raise UnsupportedError for a model whose layers are of kinds that are not metered, whatever the options."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     name = architecture(config)
@@ -335,6 +335,12 @@ def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto", device:
     attention.refuse("none", "state", "shared", "chunked", "shapes", "diffusion", "bidirectional", "alibi")
     if config.attention_arch.name != "MHA":
         raise UnsupportedError(f"{name} {WHY['mla']}")
+
+
+def check_model(config: Any, backend: str, kv_cache_dtype: str = "auto", device: str = "cpu") -> None:
+    """Raise UnsupportedError for an architecture or head size the meter has no radii for."""
+    check_kind(config)
+    name = architecture(config)
     if config.is_hybrid_swa:
         raise UnsupportedError(
             f"{name} keeps layers with a window in a pool of their own (SWAKVPool), whose rows are not one token each; "
