@@ -130,8 +130,12 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
     yield from findings
     if any(finding.level == "refused" for finding in findings):
         return
+    asked = attention(config, policy, device)
+    if asked.level == "refused":
+        yield asked
+        return
     yield from coverage(config, policy)
-    yield attention(config, policy, device)
+    yield asked
     if device != "cpu":
         yield Finding("note", "flags", "start the server with --attention-backend triton --disable-cuda-graph")
         return
