@@ -192,6 +192,10 @@ class Runtime:
         step.settle()
         return self.ranks.collect(step)
 
+    def abandon(self) -> None:
+        """The pass failed in the model: nothing of it is counted, and what it wrote belongs to nobody."""
+        self.step = self.plan = None
+
     def _deltas(self, plan: RowPlan) -> list[float]:
         """Failure probability each cell of a metered row may spend; 0 under the deterministic tier."""
         spends = [self.uses_dither and row.request not in plan.without_law for row in plan.rows]

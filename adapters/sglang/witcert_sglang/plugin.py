@@ -58,7 +58,7 @@ class Installation:
 
     def hooks(self) -> list[Hook]:
         """All hooks; those of the main process serve HTTP clients and the start-up checks."""
-        from witcert_sglang import http
+        from witcert_sglang import answers
 
         every = [
             Hook(_CELL_SIZE, "after", self.after_cell_size, "every", ("self", "kvc", "num_layers")),
@@ -99,7 +99,7 @@ class Installation:
             Hook(f"{_SERVER_ARGS}.check_server_args", "after", self.after_check_server_args, "main", ("self",)),
             Hook(_LAUNCH, "after", self.after_launch, "main", ("cls", "server_args")),
             Hook(_SERVE, "before", self.before_http, "main", _SERVE_PARAMETERS),
-            *http.hooks(self.policy),
+            *answers.hooks(self.policy),
         ]
         return every + (main if is_main_process() else [])
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from witcert_core.serving.answers import META_KEY
 from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.step import StepCells
 
-META_KEY = "witcert"
 HEALTH_CHECK = "HEALTH_CHECK"  # how SGLang's own probes begin their request ids
 
 

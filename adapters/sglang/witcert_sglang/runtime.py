@@ -88,7 +88,11 @@ class SglangRuntime(Runtime):
         self.begin(requests, forward_batch.out_cache_loc)
         if replays and self.graphs is not None:
             self.graphs.begin()
-        output = original(runner, forward_batch, *args, **kwargs)
+        try:
+            output = original(runner, forward_batch, *args, **kwargs)
+        except BaseException:
+            self.abandon()
+            raise
         step = self.end_replay() if replays else self.end()
         if output.logits_output is not None and step is not None:
             travelling = StepOutput(self, step)

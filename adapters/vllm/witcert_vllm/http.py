@@ -1,93 +1,104 @@
-"""What HTTP clients get: `kv_transfer_params.witcert` on answers that are not streamed, and two routes for the rest."""
+"""What HTTP clients get: `kv_transfer_params.witcert` on answers that are not streamed; the rest is asked for by id.
+
+The routes are in `routes.py`. What a client knows its answer by is not what the engine calls its requests: a completion
+of several prompts is a request a prompt, a response of several turns one a turn, several choices one a choice. vLLM's
+handlers leave the answer's id in the state of the HTTP request (`RequestResponseMetadata`), and the engine takes
+requests in within that HTTP request, so each is noted there as a part of its answer.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
-T = TypeVar("T")
-META_KEY = "witcert"
-KEPT_SUMMARIES = 4096
+from witcert_core.serving.answers import META_KEY, Answer, SummaryStore
+
+_METADATA = "request_metadata"  # where vLLM's handlers leave it
+_ANSWER = "witcert_answer"
+_asking: ContextVar[MutableMapping[str, Any] | None] = ContextVar("witcert_asking", default=None)
+"""The state of the HTTP request in whose context this code runs."""
 
 
 class MainState:
-    """Summaries of the latest requests, by every id under which a client may know them."""
+    """Summaries of the latest requests, and the choices of those that are still running."""
 
     def __init__(self) -> None:
-        self.summaries: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self.choices: OrderedDict[str, dict[int, dict[str, Any]]] = OrderedDict()
-        self._of_parent: WeakKeyDictionary[Any, dict[int, dict[str, Any]]] = WeakKeyDictionary()
-        self._expected: OrderedDict[str, tuple[str, Any, int]] = OrderedDict()
+        self.summaries = SummaryStore()
+        # By vLLM's `ParentRequest`: clients choose ids and use them again, so an id alone does not say whose they are.
+        self._choices: WeakKeyDictionary[Any, dict[int, dict[str, Any]]] = WeakKeyDictionary()
+        self._answers: WeakKeyDictionary[Any, Answer] = WeakKeyDictionary()
 
-    def expect(self, request_id: str, answer_id: str, parent: Any, index: int) -> None:
-        """Request `request_id` of the engine is choice `index` of an answer; its summary may come after the answer.
+    def expect(self, request_id: str, name: str, parent: Any, index: int) -> None:
+        """Request `request_id` of the engine was taken in as choice `index` of what its client called `name`.
 
-        parent: vLLM's `ParentRequest` of several choices, else None. Clients choose ids and use them again, so an id
-        alone does not say whose choices these are.
+        parent: vLLM's `ParentRequest` of several choices, else None.
         """
-        if request_id not in self._expected:
-            put(self._expected, request_id, (answer_id, parent, index))
+        state = _asking.get()
+        metadata = None if state is None else state.get(_METADATA)
+        if state is not None and metadata is not None:
+            answer_id, answer = metadata.request_id, state.setdefault(_ANSWER, Answer())
+        else:
+            answer_id, answer = name, Answer() if parent is None else self._answers.setdefault(parent, Answer())
+        answer.add(request_id, number_after(answer_id, name), index)
+        self.summaries.answer(answer_id, answer)
 
-    def keep(self, request_id: str, summary: dict[str, Any]) -> list[dict[str, Any]]:
-        """Keep a summary; returns those of all choices of its answer so far, in order."""
-        put(self.summaries, request_id, summary)
-        if request_id not in self._expected:
+    def keep(self, request_id: str, summary: dict[str, Any], parent: Any, index: int) -> list[dict[str, Any]]:
+        """Keep the summary of a choice; returns those of all choices of its request so far, in order."""
+        self.summaries.keep(request_id, summary)
+        if parent is None:
             return [summary]
-        answer_id, parent, index = self._expected.pop(request_id)
-        choices = {} if parent is None else self._of_parent.setdefault(parent, {})
+        choices = self._choices.setdefault(parent, {})
         choices[index] = summary
-        put(self.choices, answer_id, choices)
         return [choices[i] for i in sorted(choices)]
 
-    def find(self, request_id: str) -> list[dict[str, Any]]:
-        """Summaries of a request: under its id in the engine, or of the choices of an answer."""
-        if request_id in self.summaries:
-            return [self.summaries[request_id]]
-        if request_id in self.choices:
-            found = [self.choices[request_id]]
-        else:  # Prompts of one completion are numbered after its id, so are the turns of one of `/v1/responses`.
-            names = [f"{request_id}{mark}{i}" for mark in "-_" for i in range(KEPT_SUMMARIES)]
-            found = [self.choices[name] for name in names if name in self.choices]
-        return [choices[i] for choices in found for i in sorted(choices)]
 
-
-def put(kept: OrderedDict[str, T], key: str, value: T) -> None:
-    """Put in a value as the latest; the oldest goes."""
-    kept[key] = value
-    kept.move_to_end(key)
-    if len(kept) > KEPT_SUMMARIES:
-        kept.popitem(last=False)
+def number_after(answer_id: str, name: str) -> int:
+    """Which prompt or turn of an answer a request is: vLLM numbers them after its id, as `ID-2` or `ID_2`."""
+    rest = name.removeprefix(answer_id)[1:]
+    return int(rest) if name.startswith(answer_id) and rest.isascii() and rest.isdigit() else 0
 
 
 STATE = MainState()
 
 
+class NamesAnswers:
+    """ASGI middleware: lets `STATE.expect` see the state of the HTTP request it is called in."""
+
+    def __init__(self, app: Callable[..., Any]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            _asking.set(scope.setdefault("state", {}))
+        await self.app(scope, receive, send)
+
+
 def around_build_app(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """vLLM's application with `/witcert/status` and `/witcert/requests/{request_id}`."""
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
+    from witcert_vllm.routes import add_routes
 
     app = original(*args, **kwargs)
-
-    async def status(raw_request: Request) -> JSONResponse:
-        return JSONResponse((await raw_request.app.state.engine_client.collective_rpc("witcert_status"))[0])
-
-    async def request(request_id: str) -> JSONResponse:
-        summaries = STATE.find(request_id)
-        if not summaries:
-            message = (
-                f"no summary for request {request_id!r}: it is unknown, not finished, or older than the last "
-                f"{KEPT_SUMMARIES} requests"
-            )
-            return JSONResponse({"error": message}, status_code=404)
-        return JSONResponse(summaries[0] if len(summaries) == 1 else summaries)
-
-    status.__annotations__["raw_request"] = Request
-    app.add_api_route("/witcert/status", status, methods=["GET"])
-    app.add_api_route("/witcert/requests/{request_id:path}", request, methods=["GET"])
+    add_routes(app)
+    app.add_middleware(NamesAnswers)
     return app
+
+
+def around_add_request(
+    original: Callable[..., None],
+    processor: Any,
+    request: Any,
+    prompt: str | None,
+    parent_req: Any = None,
+    request_index: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Note which answer a request is a part of, in the context of the client that asked."""
+    name = request.external_req_id if parent_req is None else parent_req.external_req_id
+    STATE.expect(request.request_id, name or request.request_id, parent_req, request_index)
+    original(processor, request, prompt, parent_req, request_index, *args, **kwargs)
 
 
 def around_process_outputs(
@@ -95,12 +106,8 @@ def around_process_outputs(
 ) -> Any:
     """Keep the summaries that arrive with outputs, and let an answer carry those of all its choices."""
     for output in engine_core_outputs:
-        state = processor.request_states.get(output.request_id)
-        if state is None:
-            continue
-        parent, params = state.parent_req, output.kv_transfer_params
-        answer = state.external_req_id if parent is None else parent.external_req_id
-        STATE.expect(output.request_id, answer, parent, state.request_index)
-        if params is not None and META_KEY in params:
-            params[META_KEY] = STATE.keep(output.request_id, params[META_KEY])
+        state, params = processor.request_states.get(output.request_id), output.kv_transfer_params
+        if state is not None and params is not None and META_KEY in params:
+            index = state.request_index
+            params[META_KEY] = STATE.keep(output.request_id, params[META_KEY], state.parent_req, index)
     return original(processor, engine_core_outputs, *args, **kwargs)

@@ -108,4 +108,4 @@ class Shown(KVConnectorPromMetrics):
         if events := transfer_stats_data.get("events"):
             replay(process_metrics(), events)
         for summary in transfer_stats_data.get("summaries", []):
-            http.STATE.keep(summary["request_id"], summary)
+            http.STATE.summaries.keep(summary["request_id"], summary)

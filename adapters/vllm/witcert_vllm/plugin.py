@@ -1,7 +1,7 @@
 """Installs the meter in one vLLM process: every function wrapped, in one table, and the backends overridden.
 
 vLLM has official places for most of it (attention backends, worker class, scheduler class, KV connector). They are
-chosen in `VllmConfig`, so one wrapped function, the one that makes that config, turns everything on; two more serve
+chosen in `VllmConfig`, so one wrapped function, the one that makes that config, turns everything on; three more serve
 HTTP clients.
 """
 
@@ -68,6 +68,11 @@ def wrapped_functions() -> list[Wrapped]:
             "vllm.entrypoints.launchers.api_server.entry.build_app",
             http.around_build_app,
             ("args", "supported_tasks", "model_config"),
+        ),
+        Wrapped(
+            "vllm.v1.engine.output_processor.OutputProcessor.add_request",
+            http.around_add_request,
+            ("self", "request", "prompt", "parent_req", "request_index"),
         ),
         Wrapped(
             "vllm.v1.engine.output_processor.OutputProcessor.process_outputs",

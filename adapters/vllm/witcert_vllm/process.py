@@ -7,6 +7,7 @@ nothing and stay untouched.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,5 +56,14 @@ def begin_pass(metadata: Any) -> None:
 
 
 def end_pass() -> StepCells | None:
-    """The cells of the pass that has just run; None after a pass without requests."""
-    return runtime().end() if in_pass() else None
+    """The cells of the pass that has just run; None after a pass without requests.
+
+    vLLM also ends a pass on the way out of one that failed. Layers are then missing because the model raised, so
+    nothing is said of them: an error of ours would come in the place of the cause.
+    """
+    if not in_pass():
+        return None
+    if sys.exc_info()[0] is not None:
+        runtime().abandon()
+        return None
+    return runtime().end()
