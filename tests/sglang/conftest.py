@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from witcert_demo.servers import Server, running_server
 from witcert_demo.tally import Asked
 from witcert_demo.tasks import Sample, make_samples
 
+KEY, ADMIN_KEY = "a client's key", "the administrator's"
 TASKS = ("single_needle", "multi_key", "variable_tracking")
 
 
@@ -62,7 +63,10 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fp8_twin(twin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metered]:
-    """The twin with fp8_e4m3_cast, every row metered and audited, small chunks mixed with decode rows."""
+    """The twin with fp8_e4m3_cast, every row metered and audited, small chunks mixed with decode rows.
+
+    It asks for a key, has another one for its administrator, and joins the messages of a chat.
+    """
     work = tmp_path_factory.mktemp("fp8")
     jsonl = work / "records.jsonl"
     policy = write_policy(
@@ -71,9 +75,12 @@ def fp8_twin(twin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[M
         meter={"stride": 1, "audit_every": 1},
         report={"jsonl": str(jsonl), "cells": "all"},
     )
+    template = work / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     options = ["--dtype", "float32", "--chunked-prefill-size", "128", "--enable-mixed-chunk"]
+    options += ["--api-key", KEY, "--admin-api-key", ADMIN_KEY, "--chat-template", str(template)]
     with running_server(twin, policy=policy, log=work / "log", options=options) as server:
-        yield Metered(server, jsonl)
+        yield Metered(replace(server, key=KEY), jsonl)
 
 
 @pytest.fixture(scope="module")

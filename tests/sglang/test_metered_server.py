@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import httpx
 import jsonschema
 import pytest
-from conftest import Metered, ask_many, samples_of_each_task
+from conftest import ADMIN_KEY, KEY, Metered, ask_many, samples_of_each_task
 
 from witcert_core.cli import main
 
@@ -106,18 +109,127 @@ def test_openai_answer_and_route(fp8_twin: Metered) -> None:
         assert "nobody" in missing.json()["error"]
 
 
-def test_openai_stream_ends_with_the_summary(fp8_twin: Metered) -> None:
+def streamed(metered: Metered, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The JSON of a stream's events, or of its lines."""
+    with metered.server.client() as client:
+        lines = client.post(path, json={**body, "stream": True}).raise_for_status().text.splitlines()
+    return [json.loads(line) for line in (line.removeprefix("data: ") for line in lines) if line.startswith("{")]
+
+
+def answered(metered: Metered, path: str, **body: Any) -> Any:
+    with metered.server.client() as client:
+        return client.post(path, json={**body, "stream": False}).raise_for_status().json()
+
+
+def found(metered: Metered, name: str, **query: Any) -> Any:
+    """What `/witcert/requests/{id}` answers, the id percent-encoded as a whole."""
+    with metered.server.client() as client:
+        return client.get(f"/witcert/requests/{quote(name, safe='')}", params=query).raise_for_status().json()
+
+
+CHATS = ("/v1/chat/completions", "/invocations", "/v1/messages")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", *CHATS])
+def test_an_answer_carries_its_summary_and_is_found_by_its_id(fp8_twin: Metered, path: str) -> None:
+    """Also as a stream: OpenAI's routes, SageMaker's and Anthropic's, whose messages have ids of their own."""
     prompt = samples_of_each_task(1)[0].prompt
-    body = {"model": "m", "prompt": prompt, "max_tokens": 6, "temperature": 0, "stream": True}
-    with fp8_twin.server.client() as client, client.stream("POST", "/v1/completions", json=body) as reply:
-        events = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    chunks = [json.loads(event) for event in events[:-1]]
-    with_summary = [chunk for chunk in chunks if "metadata" in chunk]
-    assert with_summary == chunks[-1:]
-    (summary,) = with_summary[0]["metadata"]["witcert"]
+    asked = {"messages": [{"role": "user", "content": prompt}]} if path in CHATS else {"prompt": prompt}
+    body = {"model": "m", "max_tokens": 4, "temperature": 0, **asked}
+    answer = answered(fp8_twin, path, **body)
+    (summary,) = answer["metadata"]["witcert"]
     jsonschema.validate(summary, schema("request"))
-    assert summary["rows_metered"] > 0
+    assert found(fp8_twin, answer["id"]) == found(fp8_twin, summary["request_id"]) == summary
+    chunks = streamed(fp8_twin, path, **body)
+    (carried,) = [chunk["metadata"]["witcert"] for chunk in chunks if "metadata" in chunk]
+    answer_id = chunks[0]["message"]["id"] if path == "/v1/messages" else chunks[0]["id"]
+    assert found(fp8_twin, answer_id) == carried[0]
+    assert carried[0]["worst"]["meter"] == pytest.approx(summary["worst"]["meter"])
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_an_answer_without_an_id_carries_its_summary(fp8_twin: Metered, path: str) -> None:
+    """Ollama's routes, as a stream too."""
+    prompt = samples_of_each_task(1)[0].prompt
+    asked = {"messages": [{"role": "user", "content": prompt}]} if path == "/api/chat" else {"prompt": prompt}
+    body = {"model": "m", "options": {"num_predict": 4, "temperature": 0}, **asked}
+    answer, lines = answered(fp8_twin, path, **body), streamed(fp8_twin, path, **body)
+    assert answer["done"] is True
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert [index for index, line in enumerate(lines) if "metadata" in line] == [len(lines) - 1]
+    for carried in (answer, lines[-1]):
+        (summary,) = carried["metadata"]["witcert"]
+        assert found(fp8_twin, summary["request_id"]) == summary
+
+
+def test_native_answers_of_several_requests_carry_a_summary_each(fp8_twin: Metered) -> None:
+    """Lists, parallel samples, Vertex's predictions; ids that a client chose, with slashes, blanks and signs."""
+    prompt = samples_of_each_task(1)[0].prompt
+    sampling = {"temperature": 0, "max_new_tokens": 3}
+    names = ["team/7?a=b#c", "100% ключ"]
+    several = answered(fp8_twin, "/generate", text=[prompt, prompt], rid=names, sampling_params=sampling)
+    assert [reply["meta_info"]["witcert"]["request_id"] for reply in several] == names
+    several += answered(fp8_twin, "/generate", text=prompt, sampling_params={**sampling, "n": 2})
+    vertex = {"instances": [{"text": prompt}, {"text": prompt}], "parameters": {"sampling_params": sampling}}
+    several += answered(fp8_twin, "/vertex_generate", **vertex)["predictions"]
+    ids = [reply["meta_info"]["id"] for reply in several]
+    assert len(set(ids)) == 6
+    assert [found(fp8_twin, name) for name in ids] == [reply["meta_info"]["witcert"] for reply in several]
+
+
+def test_a_scoring_request_is_in_the_records(fp8_twin: Metered) -> None:
+    """`/v1/score` gives its requests no names, and room for nothing else."""
+    before = len(fp8_twin.records())
+    answered(fp8_twin, "/v1/score", query="key", items=[" one", " two"], label_token_ids=[5, 6], model="m")
+    ended = [r for r in fp8_twin.records()[before:] if r["schema"].startswith("witcert.request")]
+    assert len({record["request_id"] for record in ended}) >= 2
+
+
+def test_a_client_that_leaves_is_summed_up(fp8_twin: Metered) -> None:
+    """In the middle of a stream, or when its patience ends; the message's id is known by then."""
+    prompt = samples_of_each_task(1)[0].prompt
+    chat = {"messages": [{"role": "user", "content": prompt}], "model": "m", "max_tokens": 900, "ignore_eos": True}
+    with fp8_twin.server.client() as client:
+        with client.stream("POST", "/v1/messages", json={**chat, "stream": True}) as reply:
+            first = next(line for line in reply.iter_lines() if line.startswith("data: {"))
+        sampling = {"max_new_tokens": 900, "ignore_eos": True}
+        with pytest.raises(httpx.TimeoutException):
+            client.post("/generate", json={"text": prompt, "rid": "late", "sampling_params": sampling}, timeout=0.5)
+        for name in (json.loads(first[6:])["message"]["id"], "late"):
+            for _ in range(100):
+                answer = client.get(f"/witcert/requests/{name}")
+                if answer.status_code == 200:
+                    break
+                time.sleep(0.1)
+            assert answer.json()["finish_reason"] == "abort"
+
+
+def test_who_may_ask(fp8_twin: Metered) -> None:
+    """Whoever may ask the server for an answer: the administrator's key opens its own routes only, as in SGLang."""
+    summary = fp8_twin.generate(samples_of_each_task(1)[0].prompt)["meta_info"]["witcert"]
+    routes = ["/witcert/status", f"/witcert/requests/{summary['request_id']}", "/v1/models"]
+
+    def codes(value: str | None, method: str = "GET", **headers: str) -> list[int]:
+        headers |= {} if value is None else {"Authorization": value}
+        return [httpx.request(method, fp8_twin.server.url + r, headers=headers).status_code for r in routes]
+
+    for refused in (None, "", KEY, f"Basic {KEY}", "Bearer wrong", f"Bearer {ADMIN_KEY}", f"Bearer {KEY} "):
+        assert codes(refused) == [401, 401, 401], refused
+    assert codes(f"Bearer {KEY}") == codes(f"bearer {KEY}") == [200, 200, 200]
+    assert codes(None, Host="x/health?") == [401, 401, 401]
+    assert codes(None, "HEAD") == [401, 401, 401]
+    ours = httpx.request("OPTIONS", fp8_twin.server.url + routes[1])  # as browsers ask beforehand: it says nothing
+    assert ours.status_code == 405
+    assert "witcert" not in ours.text
+
+
+def test_odd_ids_get_one_line(fp8_twin: Metered) -> None:
+    with fp8_twin.server.client() as client:
+        for name, status in (("i" * 60_000, 414), ("%00", 404), ("%ff%fe", 404), ("..%2f..%2fetc", 404), ("", 404)):
+            answer = client.get(f"/witcert/requests/{name}")
+            assert answer.status_code == status
+            assert len(answer.json()["error"]) < 200
+            assert "\n" not in answer.json()["error"]
 
 
 def test_native_stream(fp8_twin: Metered) -> None:
@@ -198,11 +310,16 @@ def test_banner_and_status(fp8_twin: Metered) -> None:
 
 
 def test_an_evaluation_asks_the_running_server(
-    fp8_twin: Metered, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fp8_twin: Metered, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`witcert eval ruler --url`: what is metered is read from the server, lengths from its own tokenizer."""
     command = ["eval", "ruler", "--url", fp8_twin.server.url, "--tasks", "multi_key,multi_query", "--lengths", "128"]
-    assert main([*command, "--samples", "2", "--no-plot", "--out", str(tmp_path)]) == 0
+    command += ["--samples", "2", "--no-plot", "--out", str(tmp_path)]
+    monkeypatch.delenv("WITCERT_API_KEY", raising=False)
+    assert main(command) == 2
+    assert "WITCERT_API_KEY" in capsys.readouterr().err
+    monkeypatch.setenv("WITCERT_API_KEY", KEY)
+    assert main(command) == 0
     assert "fp8_e4m3_cast" in capsys.readouterr().out
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert (row["quantizer"], row["mode"], row["engines"]) == ("fp8_e4m3_cast", "raw", ["sglang"])

@@ -7,6 +7,7 @@ report alike.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,5 +142,5 @@ def test_an_id_used_again_answers_with_its_own_choices(busy: Engine) -> None:
         while engine.has_unfinished_requests():
             carried += [out.kv_transfer_params["witcert"] for out in engine.step() if out.finished]
     assert [len(summaries) for summaries in carried] == [3, 1, 1]
-    assert STATE.find("again") == carried[2]
-    assert STATE.find("again-0") == carried[1]
+    found = {name: json.loads(STATE.summaries.reply(name).body) for name in ("again", "again-0")}
+    assert found == {"again": carried[2][0], "again-0": carried[1][0]}

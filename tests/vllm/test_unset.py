@@ -20,8 +20,9 @@ load_general_plugins()
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.entrypoints.launchers.api_server import entry
-touched = [f for f in (EngineArgs.create_engine_config, OutputProcessor.process_outputs, entry.build_app)
+from vllm.entrypoints.launchers import app
+touched = [f for f in (EngineArgs.create_engine_config, OutputProcessor.process_outputs, OutputProcessor.add_request,
+                       app.init_entrypoints_middleware)
            if hasattr(f, "__witcert_original__")]
 paths = [m.name for m in AttentionBackendEnum if m.value and m.get_path() != m.value]
 print(touched, paths, sorted(m for m in sys.modules if m.startswith("witcert")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,11 +11,14 @@ from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.evaluate.extras import require
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel
+from witcert_core.evaluate.servers import bearer
 from witcert_core.evaluate.settings import EXACT, Mode, QuantizerSpec, build_policy
 from witcert_core.evaluate.tasks import EvalSample
 from witcert_core.policy import Policy
 
 TIMEOUT_S = 600.0
+KEY_VARIABLE = "WITCERT_API_KEY"
+"""Environment variable with the key of a server that asks for one."""
 OF_A_STATUS = ("backend", "pool_dtype", "storage", "layers_quantized", "prefill_reads", "tier", "stride", "gate")
 """Of `/witcert/status` what answers and counts depend on."""
 
@@ -94,7 +98,8 @@ class UrlAsker:
             raise InputError(f"url is {url!r}; write it with its scheme: http://HOST:PORT")
         self._errors = httpx.HTTPError
         self._refused = httpx.HTTPStatusError
-        self._client = httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S)
+        headers = bearer(os.environ.get(KEY_VARIABLE))
+        self._client = httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S, headers=headers)
         self.url = url
         self.parallel = parallel
         models = self._get("/v1/models").json()["data"]
@@ -144,6 +149,11 @@ class UrlAsker:
             response = self._client.get(route)
             response.raise_for_status()
         except self._errors as error:
+            if isinstance(error, self._refused) and error.response.status_code in (401, 403):
+                raise InputError(
+                    f"{self.url}{route}: {error.response.status_code}: the server asks for its key (--api-key); put it "
+                    f"into {KEY_VARIABLE}"
+                ) from error
             raise InputError(f"{self.url}{route}: {error}; is a server running there?") from error
         return response
 
@@ -153,6 +163,8 @@ class UrlAsker:
             response = self._client.get("/witcert/status")
         except self._errors as error:
             raise InputError(f"{self.url}/witcert/status: {error}") from error
+        if response.status_code in (401, 403):
+            raise InputError(f"{self.url}/witcert/status: {response.status_code} for the key in {KEY_VARIABLE}")
         return response.json() if response.status_code == 200 else None
 
 

@@ -31,18 +31,24 @@ class ServerError(WitCertError, RuntimeError):
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its address, its process (leader of its own group) and its log file."""
+    """A running server: its address, its process (leader of its own group), its log file, and the key it asks for."""
 
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    key: str | None = None
 
     def client(self) -> Any:
-        """An httpx.Client for its address."""
-        return require("httpx").Client(base_url=self.url, timeout=120.0)
+        """An httpx.Client for its address, with its key."""
+        return require("httpx").Client(base_url=self.url, timeout=120.0, headers=bearer(self.key))
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that carries a server's key (`--api-key`), none without one."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def free_port() -> int:

@@ -75,14 +75,13 @@ class NamesAnswers:
         await self.app(scope, receive, send)
 
 
-def around_build_app(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """vLLM's application with `/witcert/status` and `/witcert/requests/{request_id}`."""
+def around_init_middleware(original: Callable[..., None], args: Any, app: Any, *rest: Any, **kwargs: Any) -> None:
+    """vLLM's application, when its guards stand and before it is closed, with `/witcert/status` and the summaries."""
     from witcert_vllm.routes import add_routes
 
-    app = original(*args, **kwargs)
+    original(args, app, *rest, **kwargs)
     add_routes(app)
     app.add_middleware(NamesAnswers)
-    return app
 
 
 def around_add_request(

@@ -65,9 +65,9 @@ def wrapped_functions() -> list[Wrapped]:
             ("self", "usage_context"),
         ),
         Wrapped(
-            "vllm.entrypoints.launchers.api_server.entry.build_app",
-            http.around_build_app,
-            ("args", "supported_tasks", "model_config"),
+            "vllm.entrypoints.launchers.app.init_entrypoints_middleware",
+            http.around_init_middleware,
+            ("args", "app", "supported_tasks"),
         ),
         Wrapped(
             "vllm.v1.engine.output_processor.OutputProcessor.add_request",

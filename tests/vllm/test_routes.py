@@ -1,0 +1,69 @@
+"""Who may ask, on vLLM's own application: keys from the environment, several of them, none, behind a proxy's prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from vllm.entrypoints.launchers import app as launcher
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from witcert_vllm import http
+
+pytestmark = pytest.mark.vllm
+
+
+class CountingEngine:
+    """Stands where the engine is, and counts what is asked of it."""
+
+    calls = 0
+
+    async def collective_rpc(self, name: str) -> list[dict[str, Any]]:
+        self.calls += 1
+        return [{"asked": name}]
+
+
+@contextmanager
+def application(monkeypatch: pytest.MonkeyPatch, *options: str) -> Iterator[tuple[TestClient, CountingEngine]]:
+    """vLLM's application as `vllm serve` builds it, with our routes."""
+    original, engine = launcher.init_entrypoints_middleware, CountingEngine()
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            launcher,
+            "init_entrypoints_middleware",
+            lambda *args, **kwargs: http.around_init_middleware(original, *args, **kwargs),
+        )
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "m", *options])
+        app = launcher.build_app(args, ("generate",), None)
+        app.state.engine_client = engine
+        yield TestClient(app), engine
+
+
+def codes(client: TestClient, key: str | None, prefix: str = "") -> list[int]:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return [client.get(prefix + p, headers=headers).status_code for p in ("/witcert/status", "/witcert/requests/x")]
+
+
+def test_the_key_is_the_engine_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    with application(monkeypatch) as (client, _):
+        assert codes(client, None) == codes(client, "any") == [200, 404]
+    monkeypatch.setenv("VLLM_API_KEY", "from the environment")
+    with application(monkeypatch) as (client, _):
+        assert codes(client, None) == codes(client, "wrong") == [401, 401]
+        assert codes(client, "from the environment") == [200, 404]
+    with application(monkeypatch, "--api-key", "one", "two", "--root-path", "/proxied") as (client, engine):
+        for prefix in ("", "/proxied"):
+            for refused in (None, "from the environment", "on", "one two", ""):
+                assert codes(client, refused, prefix) == [401, 401]
+            assert codes(client, "one", prefix) == codes(client, "two", prefix) == [200, 404]
+        assert client.get("/witcert/requests/x?choice=none").status_code == 401  # the key is asked for first
+        assert engine.calls == 1
+
+
+def test_the_status_is_asked_of_the_workers_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    with application(monkeypatch) as (client, engine):
+        assert [client.get("/witcert/status").json() for _ in range(20)] == [{"asked": "witcert_status"}] * 20
+        assert engine.calls < 20
