@@ -266,6 +266,8 @@ REFUSED = {
     "enable_pdmux": ("--enable-pdmux",),
     "enable_mis": ("--enable-mis",),
     "tokenizer_worker_num": ("several tokenizer processes",),
+    "smg_grpc_mode": ("--smg-grpc-mode",),
+    "grpc_mode": ("--grpc-mode",),
     "enable_two_batch_overlap": ("two-batch overlap",),
 }
 """Server option -> how docs/limits.md calls it."""

@@ -202,6 +202,8 @@ def test_plain_options_pass() -> None:
         ("disaggregation_mode", "prefill", "disaggregation"),
         ("enable_torch_compile", True, "torch.compile"),
         ("tokenizer_worker_num", 2, "tokenizer"),
+        ("smg_grpc_mode", True, "gRPC"),
+        ("grpc_mode", True, "gRPC"),
         ("is_embedding", True, "embedding"),
         ("enable_tf32_matmul", True, "TF32"),
         ("kv_cache_dtype", "fp8_e4m3", "fp8_e4m3"),
@@ -214,6 +216,12 @@ def test_plain_options_pass() -> None:
 def test_options_refused_by_name(option: str, value: object, named: str) -> None:
     with pytest.raises(UnsupportedError, match=named):
         support.check_server(SimpleNamespace(**{**FINE, option: value}))
+
+
+def test_a_server_past_the_python_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    with pytest.raises(UnsupportedError, match="SGLANG_RUST_SERVER"):
+        support.check_server(SimpleNamespace(**FINE))
 
 
 PACKED = {"quantizer": {"name": "int8_dither", "storage": "packed"}}

@@ -164,6 +164,12 @@ def test_options_refused_by_name(option: str, value: object, named: str) -> None
         support.check_engine_args(SimpleNamespace(**{**FINE, option: value}))
 
 
+def test_a_server_past_the_python_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(UnsupportedError, match="VLLM_USE_RUST_FRONTEND"):
+        support.check_engine_args(SimpleNamespace(**FINE))
+
+
 def test_what_no_option_asked_for_is_refused() -> None:
     """A model in speculators format names a draft model; VLLM_DP_SIZE makes replicas."""
     speculative, replicas = SimpleNamespace(method="eagle3"), SimpleNamespace(data_parallel_size=2)

@@ -1,6 +1,6 @@
 """Every private name of SGLang that this adapter relies on, and the check that each is still what it was.
 
-The hooked functions are in `plugin.py` and `http.py` (each hook says the parameters it needs); this table has the rest:
+The hooked functions are in `plugin.py` and `answers.py`, with the parameters that each needs; this table has the rest:
 functions that are called, classes that are derived from, attributes that are read. `witcert doctor` and a test read it.
 """
 
@@ -231,6 +231,8 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Members(f"{_SRT}.plugins.hook_registry.HookType", ("BEFORE", "AFTER", "AROUND")),
     Signature(f"{_SRT}.utils.common.kill_process_tree", ("parent_pid", "include_parent")),
     Members(f"{_SRT}.entrypoints.http_server", ("app",)),
+    Members(f"{_SRT}.utils.auth", ("AuthLevel", "auth_level")),
+    Members(f"{_SRT}.environ", ("envs",)),
     Members(f"{_SRT}.managers.scheduler", ("run_scheduler_process",)),
     Members(f"{_SRT}.managers.detokenizer_manager", ("run_detokenizer_process",)),
     Members(f"{_SRT}.managers.data_parallel_controller", ("run_data_parallel_controller_process",)),

@@ -48,6 +48,8 @@ REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
     "dllm_algorithm": (None, "diffusion language models: rows are not causal"),
     "enable_torch_compile": (False, "torch.compile: the meter's Python does not run in compiled passes"),
     "tokenizer_worker_num": (1, "several tokenizer processes: each would know a part of the requests only"),
+    "smg_grpc_mode": (False, "a gRPC server of another package: its answers have no room for a summary"),
+    "grpc_mode": (False, "a gRPC server of another package: its answers have no room for a summary"),
     "is_embedding": (False, "embedding models: their passes sample nothing, so no request would be reported"),
     "enable_tf32_matmul": (False, "TF32 products: no radius covers their rounding"),
     "enable_two_batch_overlap": (False, "two-batch overlap: half-batches are not planned"),
@@ -98,11 +100,18 @@ def check_server(args: Any, own_cache: bool = False) -> None:
 
     own_cache: the policy meters the engine's own quantized cache.
     """
+    from sglang.srt.environ import envs
+
     for option, (allowed, why) in REFUSED_OPTIONS.items():
         value = getattr(args, option)
         if value != allowed and (value or allowed):  # unset options are None or False
             flag = "--" + option.replace("_", "-")
             raise UnsupportedError(f"{flag} {value}: {why}; use {allowed!r} or unset WITCERT_POLICY")
+    if envs.SGLANG_RUST_SERVER.get():
+        raise UnsupportedError(
+            "SGLANG_RUST_SERVER: clients are served past the Python server, which puts the summaries on answers and "
+            "keeps them; unset it, or unset WITCERT_POLICY"
+        )
     if not own_cache and args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
         raise UnsupportedError(
             f"--kv-cache-dtype {args.kv_cache_dtype} quantizes behind the policy's quantizer; set quantizer.name to "

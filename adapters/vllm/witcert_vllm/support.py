@@ -7,6 +7,7 @@ and their cache show in the worker, before the first request.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,6 +82,11 @@ def check_sharing(quantizer: Quantizer, cache_config: Any) -> None:
 
 def check_engine_args(args: Any) -> None:
     """Raise UnsupportedError for options of vLLM's `EngineArgs` under which the meter would not see everything."""
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        raise UnsupportedError(
+            "VLLM_USE_RUST_FRONTEND: clients are served past the Python server, which puts summaries on answers and "
+            "keeps them; unset it, or unset WITCERT_POLICY"
+        )
     for option, (allowed, why) in REFUSED_OPTIONS.items():
         value = getattr(args, option)
         if value != allowed and (value or allowed):  # unset options are None or False
