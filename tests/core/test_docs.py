@@ -28,6 +28,7 @@ from witcert_core.policy_yaml import PolicyLoader
 from witcert_core.presets import PRESETS, preset_text
 from witcert_core.quantizers import REGISTRY
 from witcert_core.rotary import RotarySpec
+from witcert_core.serving import answers
 from witcert_core.witness import witness_codes
 
 ROOT = Path(__file__).parents[2]
@@ -158,10 +159,12 @@ def test_there_are_paths_to_check():
 @pytest.mark.parametrize("name", TEXT)
 def test_every_route_named_is_served(name):
     routes = [code for code in in_code(name) if "/witcert/" in code and "witcert_sglang" not in code]
-    served = (ADAPTER / "http.py").read_text(encoding="utf-8")
-    for route in routes:
-        path = route.removeprefix("GET ").replace("{id}", "{request_id}")
-        assert f'add_api_route("{path}"' in served
+    vllm = ROOT / "adapters" / "vllm" / "witcert_vllm"
+    for file in (ADAPTER / "http.py", vllm / "routes.py"):
+        served = file.read_text(encoding="utf-8")
+        for route in routes:
+            path = route.removeprefix("GET ").replace("{id}", "{request_id:path}")
+            assert f'add_api_route("{path}"' in served, file
 
 
 def test_every_test_cited_exists():
@@ -229,10 +232,17 @@ def test_figures_of_the_readme_and_the_mathematics():
         == re.findall(r"\\tau\$, by default ([\d.]+\d)", meter)
     )
 
-    kept = ast.literal_eval(constant("http.py", "KEPT_SUMMARIES"))
-    assert re.findall(r"last (\d+) requests", readme) == [str(kept)]
+    assert re.findall(r"last (\d+) requests", readme) == [str(answers.KEPT_SUMMARIES)]
     assert "2⁻⁸" in TEXT["limits.md"]
     assert UNIT[torch.bfloat16] == 2.0**-8
+
+
+def test_what_clients_may_ask_for_is_bounded_as_written():
+    bounds = {row[0]: row[1] for row in table_rows("http.md", r".*") if len(row) == 3}
+    assert bounds["summaries kept"] == f"the last {answers.KEPT_SUMMARIES}, and {answers.KEPT_BYTES >> 20} MiB of JSON"
+    assert bounds["an id"] == f"{answers.LONGEST_ID} characters"
+    assert bounds["an answer"] == f"{answers.LARGEST_ANSWER >> 20} MiB"
+    assert answers.STATUS_SECONDS == 1.0
 
 
 def test_the_version_of_sglang_is_the_one_that_is_accepted():
