@@ -58,6 +58,11 @@ def test_what_is_kept_is_bounded_by_number_and_by_bytes():
     for i in range(5):
         store.answer(f"answer{i}", Answer({f"r{i}": ()}))
     assert len(store._answers) == 3
+    growing = Answer()
+    for i in range(20):
+        growing.add(f"part{i}", i)
+        store.answer("growing", growing)
+        assert store._parts == sum(parts for _, parts in store._answers.values()) <= 6
 
 
 def test_a_very_long_id_is_neither_kept_nor_looked_up():

@@ -18,6 +18,22 @@ pytestmark = pytest.mark.sglang
 BLACK_BOX = ("none", "fp8_e4m3_cast", "int8_token_group", "int4_token_group", "int2_token_group")
 
 
+def test_an_error_of_the_model_is_what_its_user_reads() -> None:
+    """Not what the layers that are missing then did to the meter, which is ready for another pass."""
+
+    def raising(*_args: Any) -> Any:
+        raise ValueError("this layer cannot multiply")
+
+    engine = Engine("int8_token_group")
+    engine.step([9, 7], ForwardMode.EXTEND)
+    layer, engine.layers[1] = engine.layers[1], raising  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="this layer cannot multiply"):
+        engine.step([1, 1], ForwardMode.DECODE)
+    assert not engine.runtime.in_pass
+    engine.layers[1] = layer
+    assert len(engine.step([1, 1], ForwardMode.DECODE)[0].layers) == LAYERS
+
+
 @pytest.mark.parametrize("name", [*BLACK_BOX, "int8_dither", "int8_dither_w"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_decode_is_bounded(name: str, dtype: torch.dtype) -> None:

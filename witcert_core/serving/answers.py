@@ -60,7 +60,8 @@ class SummaryStore:
         self.most, self.most_bytes = most, most_bytes
         self.bytes = 0
         self._kept: OrderedDict[str, bytes] = OrderedDict()
-        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._answers: OrderedDict[str, tuple[Answer, int]] = OrderedDict()  # with its requests when it was put here
+        self._parts = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -78,13 +79,17 @@ class SummaryStore:
             self._drop(next(iter(self._kept)))
 
     def answer(self, answer_id: str, answer: Answer) -> None:
-        """Let an answer be found by its id; one under the same id is replaced."""
+        """Let an answer be found by its id, again after each request added to it; one under the same id is replaced.
+
+        The oldest go when there are more answers than summaries, or requests of answers than twice as many.
+        """
         if len(answer_id) > LONGEST_ID:
             return
-        self._answers[answer_id] = answer
-        self._answers.move_to_end(answer_id)
-        if len(self._answers) > self.most:
-            self._answers.popitem(last=False)
+        self._parts -= self._answers.pop(answer_id, (answer, 0))[1]
+        self._answers[answer_id] = answer, len(answer.places)
+        self._parts += len(answer.places)
+        while len(self._answers) > self.most or self._parts > 2 * self.most:
+            self._parts -= self._answers.popitem(last=False)[1][1]
 
     def summary(self, request_id: str) -> dict[str, Any] | None:
         """The summary of one request of the engine."""
@@ -98,7 +103,7 @@ class SummaryStore:
         """
         if len(name) > LONGEST_ID:
             return refusal(414, f"the id has {len(name)} characters; at most {LONGEST_ID} are looked up")
-        ids = [name] if name in self._kept else self._answers.get(name, Answer()).request_ids
+        ids = [name] if name in self._kept else self._answers.get(name, (Answer(), 0))[0].request_ids
         found = [self._kept[request_id] for request_id in ids if request_id in self._kept]
         if not found:
             return refusal(
