@@ -60,8 +60,9 @@ def moved(weights: Tensor, c: Tensor, v: Tensor, rho: Tensor, out: Tensor) -> Te
     shrunk = growth / (1.0 + growth)
     first, second = 0.5 * p * (growth + shrunk), 0.5 * p * (growth * shrunk)  # of sinh c and cosh c - 1
     total = first.sum(dim=-1, keepdim=True)
-    if not bool(total.any()) and not bool(rho.any()):
-        return torch.zeros(cells, dtype=torch.float64, device=c.device)  # nothing is quantized
+    exact = (total[..., 0] == 0) & ~rho.any(dim=0)[:, None]  # of cells that read nothing quantized nothing moves
+    if bool(exact.all()):
+        return torch.zeros(cells, dtype=torch.float64, device=c.device)
     typical = (first * distance).sum(dim=-1, keepdim=True) / total.clamp(min=1e-300)
     spread = distance + 0.3 * typical  # the a of the bound: it evens out what distant tokens weigh
     spread = torch.where(spread > 0, spread, 1.0)
@@ -89,7 +90,7 @@ def moved(weights: Tensor, c: Tensor, v: Tensor, rho: Tensor, out: Tensor) -> Te
     half = below * h + k0 * sigma
     root = half + (half.square() + room * (k0 * length - h.square()).clamp(min=0.0)).sqrt()
     found = torch.where(room > 0, root / room * UP, float("inf"))
-    return found.nan_to_num(nan=float("inf"), posinf=float("inf")).flatten()
+    return torch.where(exact, 0.0, found.nan_to_num(nan=float("inf"), posinf=float("inf"))).flatten()
 
 
 def _largest_eigenvalue(weight: Tensor, distance: Tensor, value: Tensor, out: Tensor) -> Tensor:

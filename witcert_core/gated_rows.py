@@ -67,14 +67,15 @@ class RequestRows:
 class Looked:
     """One KV head of one request as its cache is now: C cells over S tokens in B blocks.
 
-    meter, out_rel [C] and risk, value_risk float64 [B]: see `gates.GateState`. quantized int64 [C]: tokens that each
-    cell sees and that are not exact. exact bool [S]: tokens with radius 0.
-    repaired, available bool [B]: blocks that are exact, and that are or could be made so.
+    meter, out_rel, out_least [C] and risk, value_risk float64 [B]: see `gates.GateState`. quantized int64 [C]: tokens
+    that each cell sees and that are not exact. exact bool [S]: tokens with radius 0. repaired, available bool [B]:
+    blocks that are exact, and that are or could be made so.
     """
 
     terms: Terms
     meter: Tensor
     out_rel: Tensor
+    out_least: Tensor
     quantized: Tensor
     exact: Tensor
     risk: Tensor
@@ -167,6 +168,7 @@ class GatedRows:
         terms, weights, radius, known = self.terms(deltas)
         bounds = bounds_of(terms, self.form, self.call.sinks is not None)
         out_rel = relative_output_bound(bounds.out, terms.norm)
+        out_least = relative_output_bound(terms.handed, terms.norm)
         batch, flat = self.batch, self.batch.slots.flatten()
         place = torch.arange(len(batch.slots), device=flat.device)
         block_of, num_blocks = place // block_size, -(-len(place) // block_size)
@@ -194,6 +196,7 @@ class GatedRows:
                 terms_of(terms, cells),
                 bounds.meter[cells],
                 out_rel[cells],
+                out_least[cells],
                 quantized[cells],
                 exact[:tokens, number],
                 *(x[number, :blocks] for x in (risk, value_risk, repaired, available)),

@@ -55,6 +55,7 @@ class GateState:
         block_bytes: cost of paging one block in.
         bytes_left: page-in budget that remains, ``None`` for no limit.
         value_risk: ``[N]`` ``sum p~ rho / ||o~||``, counted when only the output target is missed.
+        out_least: ``[C]`` what of ``out_rel`` no repair takes away, the attention kernel's own arithmetic.
     """
 
     meter: Tensor
@@ -67,6 +68,7 @@ class GateState:
     block_bytes: int
     bytes_left: int | None = None
     value_risk: Tensor | None = None
+    out_least: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -123,14 +125,31 @@ def misses_target(state: GateState, target: Target, tau: float, tau_out: float) 
     return (none if target == "output" else over_tv), (none if target == "tv" else over_output)
 
 
+def beyond_repair(state: GateState, over_output: Tensor, tau_out: float) -> Tensor:
+    """Bool ``[C]``: of the cells above their output target, those that would be with everything exact.
+
+    What is infinite may become known by a repair, so it is asked for.
+    """
+    if state.out_least is None:
+        return torch.zeros_like(over_output)
+    return over_output & (state.out_least > tau_out) & state.out_least.isfinite()
+
+
 def risk_threshold(risk_tau: float) -> float:
     """``ln(1 + 2 tau) / 2``: the ``log A`` at which the published bound ``(A^2 - 1)/2`` equals ``tau``."""
     return 0.5 * math.log1p(2.0 * risk_tau)
 
 
-def _next(state: GateState, wanting: Tensor, status: Tensor, by_output: bool) -> GateDecision:
-    """Repair the riskiest block that can be, unless nothing is wanting or nothing can be done."""
+ARITHMETIC = "the attention kernel's own arithmetic alone is above tau_out"
+
+
+def _next(
+    state: GateState, wanting: Tensor, status: Tensor, by_output: bool, hopeless: Tensor | None = None
+) -> GateDecision:
+    """Repair the riskiest block that can be, unless nothing is wanting, or only what is `hopeless`."""
     if not bool(wanting.any()):
+        if hopeless is not None and bool(hopeless.any()):
+            return GateDecision("give_up", status, reason=ARITHMETIC)
         return GateDecision("accept", status)
     if bool(state.repaired.all()):
         return GateDecision("give_up", status, reason="every block is exact and the bound is still too high")
@@ -172,9 +191,11 @@ class Certified:
     def decide(self, state: GateState) -> GateDecision:
         """Repair while some cell is above ``tau`` or ``tau_out``."""
         over_tv, over_output = misses_target(state, self.target, self.tau, self.tau_out)
-        wanting = over_tv | over_output
-        status = torch.where(wanting, CellStatus.ABOVE_TARGET, CellStatus.WITHIN_TARGET).to(torch.int64)
-        return _next(state, wanting, status, by_output=not bool(over_tv.any()))
+        hopeless = beyond_repair(state, over_output, self.tau_out)
+        wanting = over_tv | (over_output & ~hopeless)
+        missed = over_tv | over_output
+        status = torch.where(missed, CellStatus.ABOVE_TARGET, CellStatus.WITHIN_TARGET).to(torch.int64)
+        return _next(state, wanting, status, by_output=not bool(over_tv.any()), hopeless=hopeless)
 
 
 @dataclass(frozen=True)
@@ -217,10 +238,13 @@ class Combined:
         missed = over_tv | over_output
         saturated = ~(state.first_meter < self.saturation)
         risky = ~(state.log_a <= risk_threshold(self.risk_tau))
-        wanting = missed & (~saturated | risky)
-        status = torch.where(wanting, CellStatus.ABOVE_TARGET, CellStatus.RANKED)
+        hopeless = beyond_repair(state, over_output, self.tau_out)
+        asked = ~saturated | risky
+        wanting = asked & (over_tv | (over_output & ~hopeless))
+        status = torch.where(missed & asked, CellStatus.ABOVE_TARGET, CellStatus.RANKED)
         status = torch.where(missed, status, CellStatus.WITHIN_TARGET).to(torch.int64)
-        return _next(state, wanting, status, by_output=not bool((wanting & (over_tv | saturated)).any()))
+        by_output = not bool((wanting & (over_tv | saturated)).any())
+        return _next(state, wanting, status, by_output, hopeless & asked)
 
 
 def build_gate(

@@ -130,7 +130,7 @@ def mass_error(num_tokens: Tensor | int, arithmetic: KernelArithmetic) -> Tensor
     """
     seen = torch.as_tensor(num_tokens, dtype=torch.float64)
     cast = arithmetic.cast_unit + lost_weight(seen, arithmetic)
-    added = (seen + FEW_STEPS) * SUM_UNIT
+    added = (seen + FEW_STEPS) * UNIT[torch.float32]  # no tensor core sums weights
     return ((1.0 + cast) / (1.0 - added).clamp(min=2.0**-20) - 1.0) * _UP
 
 

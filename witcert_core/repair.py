@@ -237,6 +237,7 @@ class BlockRepairer:
             block_bytes=self.block_size * self.shadow.bytes_per_token_head,
             bytes_left=self.bytes_left(rows.request_id, call.layer),
             value_risk=now.value_risk,
+            out_least=now.out_least.where(reads, 0.0),
         )
 
 

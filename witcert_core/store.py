@@ -327,7 +327,11 @@ class SlotStore:
             side.value_witness[slots] = value_codes(write.exact_v, missed)
         else:
             checked = replace(write.encoded_v, scales=checked_scales(write.encoded_v, write.exact_v))
-            side.value_witness[slots] = encode_norm_up(dithered_value_radius(checked, write.stored_v))
+            codes = encode_norm_up(dithered_value_radius(checked, write.stored_v))
+            unknown = codes == UNKNOWN_CODE
+            if bool(unknown.any()):  # no scale says it, or none of float16's can: what was stored does
+                codes = torch.where(unknown, value_codes(write.exact_v, write.stored_v), codes)
+            side.value_witness[slots] = codes
         if self.dithered:
             self._write_dithered(side, write)
         elif side.witness is not None:

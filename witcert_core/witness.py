@@ -1,6 +1,7 @@
 """One byte per band: how far the stored key can be from the exact one, rounded up.
 
-Codes: 0 is an exact zero; 1..254 stand for ``2^((code-160)/8)`` (2^-19.875 .. 2^11.75 in steps of 9 %);
+Codes: 0 is an exact zero; 1..238 stand for ``2^((code-160)/8)`` (2^-19.875 .. 2^9.75 in steps of 9 %), 239..246 step by
+a factor of 4 up to 2^25.75, and 247..254 by 2^12.75 up to 2^127.75: what any 16-bit number can be off by has a code.
 255 is "unknown", read back as +inf, which makes the meter 1.
 """
 
@@ -16,6 +17,8 @@ from witcert_core.bands import BandMap
 from witcert_core.errors import InputError
 
 UNKNOWN_CODE = 255
+PIECES = ((0.0, -20.0, 8.0), (238.0, 9.75, 0.5), (246.0, 25.75, 1.0 / 12.75))
+"""From which code on, what binary exponent that stands for, and codes to an octave."""
 _NORM_SLACK = 1.0 + 2.0**-40
 """Covers the float64 rounding of a norm over up to 2^10 channels (relative error below D * 2^-53)."""
 
@@ -23,7 +26,10 @@ _NORM_SLACK = 1.0 + 2.0**-40
 @functools.lru_cache(maxsize=8)
 def _levels(device: torch.device) -> Tensor:
     """float64 ``[256]``: what each code stands for, itself rounded up to a float32 number."""
-    exponent = (torch.arange(256, dtype=torch.float64) - 160.0) / 8.0
+    code = torch.arange(256, dtype=torch.float64)
+    exponent = torch.zeros_like(code)
+    for first, start, steps in PIECES:
+        exponent = torch.where(code > first, start + (code - first) / steps, exponent)
     exact = torch.exp2(exponent)
     single = exact.to(torch.float32)
     short = single.to(torch.float64) < exact
@@ -47,8 +53,11 @@ def encode_norm_up(norms: Tensor) -> Tensor:
         raise InputError(f"norms have dtype {norms.dtype}; a floating dtype is needed")
     value = norms.to(torch.float64)
     # Levels are at most 2^-23 above their powers of two, so this is the code or one less; faster than a search.
-    place = (value.log2() * 8.0).add_(160.0 - 1e-6).ceil_().nan_to_num_(nan=255.0).clamp_(0.0, 255.0)
-    code = place.to(torch.int64)
+    octaves = value.log2()
+    place = octaves * 8.0 + 160.0
+    for first, start, steps in PIECES[1:]:
+        place = torch.where(place > first, first + (octaves - start) * steps, place)
+    code = place.sub_(1e-6).ceil_().nan_to_num_(nan=255.0).clamp_(0.0, 255.0).to(torch.int64)
     return (code + (_levels(value.device)[code] < value)).to(torch.uint8)
 
 

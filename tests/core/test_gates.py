@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from dataclasses import replace
 
@@ -126,6 +127,23 @@ def test_what_cannot_be_repaired_is_not_certified_and_says_why(gate, other, reas
     assert decision.action == "give_up"
     assert reason in decision.reason
     assert decision.status.tolist() == [CellStatus.ABOVE_TARGET]
+
+
+@pytest.mark.parametrize("gate", [Certified(), Combined()], ids=lambda gate: gate.name)
+def test_no_block_is_restored_for_what_a_kernel_does_to_exact_ones(gate):
+    """Of outputs of 100,000 tokens in bfloat16, rounding alone can be above the target."""
+    alone = state(out_rel=(0.2, 0.01), meter=(0.1, 0.1), log_a=(0.1, 0.1), out_least=torch.tensor([0.15, 0.001]))
+    decision = gate.decide(alone)
+    assert (decision.action, decision.block) == ("give_up", None)
+    assert "own arithmetic alone is above tau_out" in decision.reason
+    assert decision.status.tolist() == [CellStatus.ABOVE_TARGET, CellStatus.WITHIN_TARGET]
+    beside = dataclasses.replace(alone, out_rel=torch.tensor([0.2, 0.2]))
+    assert gate.decide(beside).action == "repair"
+    least = torch.tensor([math.inf, 0.0])
+    unknown = dataclasses.replace(alone, out_rel=torch.tensor([math.inf, 0.01]), out_least=least)
+    assert gate.decide(unknown).action == "repair"
+    spoilt = dataclasses.replace(unknown, repaired=torch.ones(3, dtype=torch.bool))
+    assert "every block is exact" in gate.decide(spoilt).reason
 
 
 def test_a_gone_block_is_passed_over_while_another_can_help():

@@ -237,4 +237,29 @@ def test_scales_that_promise_too_much_leave_the_token_unknown() -> None:
     assert side[LAYER].key_radius(q, slots, SCALE, 0.0).isfinite().all()
     liar(side, slots, t, 16.0)
     assert side[LAYER].key_radius(q, slots, SCALE, 1e-3).isinf().all()
-    assert side[LAYER].value_radius(slots).isinf().all()
+    # Of values what was stored is known, whatever the scales say, and nothing else is claimed.
+    radius = side[LAYER].value_radius(slots)
+    missed = (t["stored_v"].double() - t["exact_v"].double()).norm(dim=-1)
+    assert (missed <= radius).all()
+    assert (radius <= missed * 1.1).all()
+
+
+@pytest.mark.parametrize("name", ["none", "int8_dither"])
+def test_a_huge_channel_of_v_is_measured(name: str) -> None:
+    """Once infinite from 2^12 on, where the codes of norms ended; no float16 scale reaches 2^24 either."""
+    for exponent in (10, 17, 24, 60, 100):
+        side = store(name, 64, torch.bfloat16)
+        exact = torch.randn(4, HKV, 64, generator=torch.Generator().manual_seed(exponent))
+        exact[..., 5] *= 2.0**exponent
+        exact, slots = exact.bfloat16(), torch.arange(4)
+        stored = exact.clone()
+        stored[..., 5] = 0.0
+        codes = torch.zeros(4, HKV, 64, dtype=torch.int8)
+        said = Encoded(codes, torch.full((4, HKV, 2), math.inf, dtype=torch.float16), stored.float())
+        coded = {"encoded_k": said, "encoded_v": said} if name == "int8_dither" else {}
+        side.write(LAYER, slots, exact_k=exact, exact_v=exact, stored_k=stored, stored_v=stored, **coded)
+        missed, radius = exact[..., 5].double().abs(), side[LAYER].value_radius(slots)
+        assert (missed <= radius).all()
+        assert radius.isfinite().all()
+        of_keys = side[LAYER].key_radius(torch.ones(G * HKV, 64, dtype=torch.float64), slots, SCALE, 0.0)
+        assert bool(of_keys.isfinite().all()) is (name == "none")

@@ -22,7 +22,10 @@ def test_levels_are_those_of_the_format():
     level = decode_norm(CODES)
     assert level[0] == 0.0
     assert level[255] == math.inf
-    exact = torch.exp2((torch.arange(1, 255, dtype=torch.float64) - 160) / 8)
+    code = torch.arange(1, 255, dtype=torch.float64)
+    exact = torch.exp2((code - 160) / 8)
+    exact[238:246] = 2.0 ** (9.75 + 2 * (code[238:246] - 238))
+    exact[246:] = 2.0 ** (25.75 + 12.75 * (code[246:] - 246))
     assert bool((level[1:255] >= exact).all())
     assert bool((level[1:255] <= exact * (1 + 2.0**-22)).all())
     assert level[160] == 1.0
@@ -42,7 +45,7 @@ def test_every_code_boundary(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("norm", "code"),
-    [(0.0, 0), (-0.0, 0), (1e-45, 1), (1e-30, 1), (1e9, 255), (math.inf, 255), (math.nan, 255), (-1.0, 255)],
+    [(0.0, 0), (-0.0, 0), (1e-45, 1), (1e-30, 1), (1e9, 247), (3e38, 255), (math.inf, 255), (math.nan, 255), (-1, 255)],
 )
 def test_special_norms(norm, code, dtype):
     assert encode(norm, dtype) == code
@@ -61,7 +64,7 @@ def test_decoding_never_falls_below(norm):
 
 
 @settings(deadline=None)
-@given(st.floats(min_value=2.0**-19, max_value=3000.0))
+@given(st.floats(min_value=2.0**-19, max_value=860.0))
 def test_rounding_up_costs_at_most_nine_percent(norm):
     level = decode_norm(encode_norm_up(torch.tensor([norm], dtype=torch.float64))).item()
     assert level <= norm * 2 ** (1 / 8) * (1 + 1e-6)

@@ -40,7 +40,10 @@ _UP = tl.constexpr(slack.RADIUS_UP)
 def decode_norm(codes):
     """What uint8 codes stand for, rounded up; +inf for 255."""
     code = codes.to(tl.float32)
-    level = tl.exp2((code - 160.0) * 0.125) * (1.0 + 2.0**-20)
+    exponent = (code - 160.0) * 0.125
+    exponent = tl.where(code > 238.0, 9.75 + (code - 238.0) * 2.0, exponent)
+    exponent = tl.where(code > 246.0, 25.75 + (code - 246.0) * 12.75, exponent)
+    level = tl.exp2(exponent) * (1.0 + 2.0**-20)
     level = tl.where(code == 0.0, 0.0, level)
     return tl.where(code == 255.0, float("inf"), level)
 

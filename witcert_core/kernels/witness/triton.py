@@ -14,9 +14,13 @@ import triton.language as tl
 def encode_up(square, largest):
     """uint8 code of ``sqrt(square)`` rounded up; ``largest`` tells 0 from a square that underflowed.
 
-    ``2^-12`` of a code covers fp32: the sum of squares (2^-16 relative) and the logarithm (2^-21 absolute).
+    ``2^-12`` of an octave covers fp32: the sum of squares (2^-16 relative) and the logarithm (2^-21 absolute). Norms
+    whose square overflows, from 2^64 on, are unknown here.
     """
-    step = tl.ceil(4.0 * tl.log2(tl.where(square > 0.0, square, 1.0)) + 160.0 + 2.0**-9)
+    octaves = 0.5 * tl.log2(tl.where(square > 0.0, square, 1.0)) + 2.0**-12
+    step = tl.ceil(8.0 * octaves + 160.0)
+    step = tl.where(step > 238.0, tl.ceil(238.0 + (octaves - 9.75) * 0.5), step)
+    step = tl.where(step > 246.0, tl.ceil(246.0 + (octaves - 25.75) * (1.0 / 12.75) + 2.0**-14), step)
     step = tl.where(square > 0.0, step, 1.0)
     step = tl.where(step < 1.0, 1.0, step)
     step = tl.where(largest == 0.0, 0.0, step)
