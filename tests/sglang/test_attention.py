@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.serving.banner import banner
 
 pytestmark = pytest.mark.sglang
 
@@ -248,3 +249,11 @@ def test_a_prompts_last_token_alone_is_no_generated_one(prefill_reads: str) -> N
     rows = [engine.step([1, 1], ForwardMode.EXTEND)[0].rows]
     rows += [engine.step([1, 1], ForwardMode.DECODE)[0].rows for _ in range(3)]
     assert [[row.request for row in step] for step in rows] == [[0, 1], [0, 1], [], [0, 1]]
+
+
+def test_the_banner_has_a_line_for_what_an_engine_has_to_say() -> None:
+    """vLLM on a GPU: that no kernel is reached there."""
+    runtime = Engine("fp8_e4m3_cast").runtime
+    said = banner(runtime, answers="answers", metrics="/metrics", note="no kernel is reached").splitlines()
+    assert "  note                : no kernel is reached" in said
+    assert not any("note  " in line for line in banner(runtime, answers="a", metrics="m").splitlines())
