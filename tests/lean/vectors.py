@@ -239,6 +239,21 @@ class Head:
         return F(min(1e9, float(directional.moved(weights, radius, self.vals_stored.to(torch.float64), rho, own))))
 
     @property
+    def unit_vectors(self) -> Rows:
+        rows_ = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (3, 4, 0), (0, -4, 3), (2, 2, 1), (1, -2, 2), (2, 3, 6), (-6, 2, 3))
+        return [[F(x) / sqrt_up(norm_sq([F(y) for y in row])) for x in row] for row in rows_]
+
+    def quadratic(self, u: Sequence[F]) -> F:
+        """``sum <u, v~>^2``."""
+        return sum((dot(u, v) ** 2 for v in self.values), F(0))
+
+    @property
+    def spectral_bound(self) -> F:
+        """The implementation's bound on the largest eigenvalue of ``sum v~ v~^T``."""
+        x = self.vals_stored[:, 0].to(torch.float64)
+        return F(float(directional.spectral(x.T @ x)))
+
+    @property
     def exact_output(self) -> list[F]:
         return self.average(self.cell.p, self.exact_values)
 

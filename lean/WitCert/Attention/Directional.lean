@@ -35,6 +35,61 @@ theorem minkowski {W x y : ι → α} (hW : ∀ t, 0 ≤ W t) {m n : α} (hm : 0
   rw [sum_congr l (g := fun t => 1 * (W t * (x t * x t)) + 2 * (W t * (x t * y t)) + 1 * (W t * (y t * y t))) (fun t => by ring), sum_lin3]
   exact le_cert (add_nonneg (add_nonneg (sub_nonneg hx) (sub_nonneg hy)) (nonneg_mul zero_le_two (sub_nonneg c))) (by ring)
 
+/-! ### The largest eigenvalue -/
+
+/-- `M v` over the coordinates `k`. -/
+def apply (k : List κ) (M : κ → κ → α) (v : κ → α) : κ → α := fun i => dot k (M i) v
+/-- `M N`. -/
+def compose (k : List κ) (M N : κ → κ → α) : κ → κ → α := fun i j => sum (fun m => M i m * N m j) k
+theorem apply_compose (k : List κ) (M N : κ → κ → α) (v : κ → α) (i : κ) : apply k (compose k M N) v i = apply k M (apply k N v) i := by
+  show sum (fun j => sum (fun m => M i m * N m j) k * v j) k = sum (fun m => M i m * sum (fun j => N m j * v j) k) k
+  rw [sum_congr k (f := fun j => sum (fun m => M i m * N m j) k * v j) (g := fun j => sum (fun m => M i m * (N m j * v j)) k) (fun j => by
+    rw [mul_comm, ← sum_mul]; exact sum_congr k (fun m => by ring)), ← sum_comm]
+  exact sum_congr k (fun m => sum_mul (M i m) (fun j => N m j * v j) k)
+theorem dot_apply (k : List κ) {M : κ → κ → α} (hM : ∀ i j, M i j = M j i) (u v : κ → α) : dot k u (apply k M v) = dot k (apply k M u) v := by
+  show sum (fun i => u i * sum (fun j => M i j * v j) k) k = sum (fun j => sum (fun i => M j i * u i) k * v j) k
+  rw [sum_congr k (f := fun i => u i * sum (fun j => M i j * v j) k) (g := fun i => sum (fun j => u i * (M i j * v j)) k) (fun i =>
+    (sum_mul (u i) (fun j => M i j * v j) k).symm), sum_comm]
+  refine sum_congr k (fun j => ?_)
+  rw [mul_comm, ← sum_mul]
+  exact sum_congr k (fun i => by rw [hM i j]; ring)
+/-- `⟨u, M u⟩² ≤ ⟨u, M² u⟩` for a unit vector. -/
+theorem square_step (k : List κ) {M : κ → κ → α} (hM : ∀ i j, M i j = M j i) {u : κ → α} (hu : NormLe k u 1) :
+    dot k u (apply k M u) * dot k u (apply k M u) ≤ dot k u (apply k (compose k M M) u) := by
+  have e : dot k u (apply k (compose k M M) u) = dot k (apply k M u) (apply k M u) := by
+    rw [show apply k (compose k M M) u = apply k M (apply k M u) from funext (apply_compose k M M u)]
+    exact dot_apply k hM u (apply k M u)
+  have n0 : 0 ≤ dot k (apply k M u) (apply k M u) := sum_nonneg k (fun j => sq_nonneg _)
+  rw [e]
+  exact le_trans (cauchy_schwarz u (apply k M u) k) (le_trans (mul_le_mul_right n0 hu.2) (le_of_eq (by
+    show 1 * 1 * dot k (apply k M u) (apply k M u) = _
+    ring)))
+/-- `⟨u, M u⟩ ≤ ‖M‖_F` for a unit vector. -/
+theorem frobenius (k : List κ) (M : κ → κ → α) {u : κ → α} (hu : NormLe k u 1) {f : α} (hf : 0 ≤ f)
+    (hM : sum (fun i => dot k (M i) (M i)) k ≤ f * f) : dot k u (apply k M u) ≤ f := by
+  have row : ∀ i, apply k M u i * apply k M u i ≤ dot k (M i) (M i) := fun i =>
+    le_trans (cauchy_schwarz (M i) u k) (le_trans (mul_le_mul_left (sum_nonneg k (fun j => sq_nonneg _)) hu.2) (le_of_eq (by
+      show dot k (M i) (M i) * (1 * 1) = _
+      ring)))
+  have n : NormLe k (apply k M u) f := ⟨hf, le_trans (sum_le k row) hM⟩
+  exact le_trans (le_abs _) (dot_unit hu n)
+
+/-- **The largest eigenvalue from a trace.** For a symmetric `M`, `‖M⁴‖_F ≤ f` (its square is `tr M⁸`) and `f ≤ L⁴`, no unit vector has
+`⟨u, M u⟩ > L`.
+
+Code: `witcert_core.directional.spectral`.
+`python: all(quadratic(u) <= spectral_bound for u in unit_vectors)` -/
+theorem spectral_le (k : List κ) {M : κ → κ → α} (hM : ∀ i j, M i j = M j i) {f L : α} (hf : 0 ≤ f) (hL : 0 ≤ L)
+    (hF : sum (fun i => dot k (compose k (compose k M M) (compose k M M) i) (compose k (compose k M M) (compose k M M) i)) k ≤ f * f)
+    (hfL : f ≤ L * L * (L * L)) {u : κ → α} (hu : NormLe k u 1) : dot k u (apply k M u) ≤ L := by
+  have sym : ∀ i j, compose k M M i j = compose k M M j i := fun i j => sum_congr k (fun m => by rw [hM i m, hM m j]; exact mul_comm _ _)
+  have s1 := square_step k hM hu
+  have s2 := square_step k sym hu
+  have s3 := frobenius k (compose k (compose k M M) (compose k M M)) hu hf hF
+  have q2 : 0 ≤ dot k u (apply k (compose k M M) u) := le_trans (sq_nonneg _) s1
+  refine le_of_sq_le hL (le_trans s1 (le_of_sq_le (nonneg_mul hL hL) ?_))
+  exact le_trans s2 (le_trans s3 hfL)
+
 namespace Cell
 variable {x : Cell α ι} (h : x.Sound)
 include h
