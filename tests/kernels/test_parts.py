@@ -10,13 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
+from witcert_core import witness
 from witcert_core.errors import InputError
+from witcert_core.kernels.certify.triton import decode_norm
 from witcert_core.kernels.common import codes
 from witcert_core.kernels.common.device import growth
 from witcert_core.kernels.common.digits import digit_product, query_digits
 from witcert_core.kernels.common.pages import check_int8_cache
 from witcert_core.kernels.common.tiles import load_scale_tile, load_scales
 from witcert_core.kernels.decode.reference import lost_share
+from witcert_core.kernels.witness.triton import encode_up
+from witcert_core.witness import encode_norm_up
 
 if torch.cuda.is_available():
     pytest.skip("these kernels are run on CPU tensors, interpreted", allow_module_level=True)
@@ -201,3 +205,28 @@ def test_codes_that_cannot_be_read_as_words_are_refused() -> None:
     scales = torch.zeros(2, 1, 1, 2, dtype=torch.float16)
     with pytest.raises(InputError, match="begin 2 bytes into their memory"):
         check_int8_cache(k, v, scales, scales)
+
+
+@triton.jit
+def codes_kernel(square_ptr, code_ptr, level_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    square = tl.load(square_ptr + i)
+    code = encode_up(square, square)
+    tl.store(code_ptr + i, code)
+    tl.store(level_ptr + i, decode_norm(code))
+
+
+def test_codes_of_norms_are_never_below_them_up_to_two_to_the_sixty_four() -> None:
+    """Fine steps, factors of 4 and the last eight: the kernels' codes are those of the reference, or one above."""
+    count = 4096
+    exponent = torch.linspace(-120.0, 127.9, count, dtype=torch.float64)
+    square = torch.exp2(exponent).float()
+    found, levels = torch.zeros(count, dtype=torch.uint8), torch.zeros(count)
+    codes_kernel[(1,)](square, found, levels, N=count)
+    norm = square.double().sqrt()
+    above = found.int() - encode_norm_up(norm).int()
+    assert bool((above >= 0).all())
+    assert bool((above <= 1).all())
+    assert bool((levels.double() >= norm).all())
+    assert bool((levels.double() >= witness.decode_norm(found) * (1 - 2.0**-24)).all())
+    assert len(set(found.tolist())) == 246 + 3, "norms of float32 squares end in the third of the last eight"
