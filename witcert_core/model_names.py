@@ -92,7 +92,8 @@ _ELSEWHERE = frozenset(
         "index_head_dim",
     }
 )
-_OF_DRAFTS = ("mtp_", "vision_", "audio_", "encoder_", "decoder_", "image_", "draft_", "speech_", "conf_")
+# Parts with a cache of their own or none, and what an engine notes of a size before it padded it.
+_ASIDE = ("original_", "mtp_", "vision_", "audio_", "encoder_", "decoder_", "image_", "draft_", "speech_", "conf_")
 _ATTENTION = frozenset(
     {
         "attn",
@@ -155,7 +156,7 @@ def check_names(values: Mapping[str, Any], origin: str) -> None:
         parts = set(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().strip("_").split("_"))
         pairs = ((_ATTENTION, _PLACES), (_KEYS, _HEADS), (_SHARE, _CACHES))
         speaks = any(parts & one and parts & other for one, other in pairs) and not parts & _OF_NUMBERS
-        if not speaks or not values[name] or isinstance(values[name], float) or name.startswith(_OF_DRAFTS):
+        if not speaks or not values[name] or isinstance(values[name], float) or name.startswith(_ASIDE):
             continue
         if name not in _UNDERSTOOD and name not in _ELSEWHERE:
             shown = repr(values[name])

@@ -207,6 +207,7 @@ def test_names_that_say_nothing_of_the_cache_pass():
         vision_layer_types=["a"],
         mtp_layers_block_type=["attention"],
         moe_layer_freq=1,
+        original_num_attention_heads=8,
         quantization_config={"kv_cache_scheme": None},
     )
 
