@@ -53,7 +53,7 @@ lean: $(ENVS)/core/.ready
 	lean/check.sh $(CORE)/python
 
 test-core: $(ENVS)/core/.ready
-	$(CORE)/python -m pytest tests/core tests/demo tests/lean
+	$(CORE)/python -m pytest tests/quantizers tests/meter tests/cache tests/policy tests/report tests/serving tests/cli tests/project tests/demo tests/lean
 
 test-kernels: $(ENVS)/sglang/.ready
 	TRITON_INTERPRET=1 $(SGLANG)/python -m pytest tests/kernels
@@ -63,7 +63,7 @@ test-plugins: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m pytest tests/plugins plugins
 
 test-eval: $(ENVS)/sglang/.ready
-	$(SGLANG)/python -m pytest tests/eval
+	$(SGLANG)/python -m pytest tests/evaluate
 
 # No decode or extend kernel may spill registers at head_dim 128; needs no GPU.
 spills: $(ENVS)/sglang/.ready

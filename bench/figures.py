@@ -39,8 +39,8 @@ from witcert_core.evaluate.plots import plot_comparison
 from witcert_core.evaluate.records import write_json
 from witcert_core.evaluate.ruler_run import RulerRun, evaluate
 from witcert_core.evaluate.settings import MODES, parse_quantizer
-from witcert_core.hooks import quantizer_registry
-from witcert_core.model_attention import describe
+from witcert_core.policy.plugins import quantizer_registry
+from witcert_core.serving.models.attention import describe
 
 WORK = ROOT / ".cache" / "figures"
 QUANTIZERS = ("fp8_e4m3_cast", "int4_token_group", "int8_dither")

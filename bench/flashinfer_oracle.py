@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from witcert_core.kernels.common.pages import PageTable
+from witcert_core.kernels.host.pages import PageTable
 
 VARIANT = "WitcertRadii"
 DECLARATION = """

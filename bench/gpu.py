@@ -24,14 +24,14 @@ import torch  # noqa: E402
 from gpu_correct import KEY, LAYER, check_dtype  # noqa: E402
 from gpu_peers import PAGE, PEERS  # noqa: E402
 
-from witcert_core.bands import band_map  # noqa: E402
-from witcert_core.dither import num_groups  # noqa: E402
+from witcert_core.cache.bands import band_map  # noqa: E402
 from witcert_core.kernels.append import append_int8  # noqa: E402
-from witcert_core.kernels.common.pages import PageTable  # noqa: E402
 from witcert_core.kernels.decode import Workspace, decode_int8  # noqa: E402
+from witcert_core.kernels.host.pages import PageTable  # noqa: E402
 from witcert_core.kernels.witness import write_with_witness  # noqa: E402
-from witcert_core.layout import KVLayout  # noqa: E402
-from witcert_core.rotary import RotarySpec  # noqa: E402
+from witcert_core.quantizers.dither import num_groups  # noqa: E402
+from witcert_core.quantizers.layout import KVLayout  # noqa: E402
+from witcert_core.quantizers.rotary import RotarySpec  # noqa: E402
 
 DEVICE = torch.device("cpu" if DRY_RUN else "cuda")
 HEADS, KV_HEADS, DIM = (4, 1, 64) if DRY_RUN else (32, 8, 128)

@@ -8,20 +8,20 @@ import torch
 from flashinfer_oracle import log_a
 from torch import Tensor
 
-from witcert_core.bands import BandMap, band_map
-from witcert_core.bypass import outlier_channels
-from witcert_core.dither import DitherKey, num_groups
+from witcert_core.cache.bands import BandMap, band_map
+from witcert_core.cache.outliers import outlier_channels
+from witcert_core.cache.radii import radius_witness
 from witcert_core.kernels.append import append_int8
 from witcert_core.kernels.certify import certify
-from witcert_core.kernels.common.bypass import BypassedKeys
-from witcert_core.kernels.common.pages import PageTable, gather
 from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.extend import extend_int8
+from witcert_core.kernels.host.bypass import BypassedKeys
+from witcert_core.kernels.host.pages import PageTable, gather
 from witcert_core.kernels.repair import RepairedPages, repair_pages
 from witcert_core.kernels.witness import write_with_witness
-from witcert_core.layout import AccField
-from witcert_core.radii import radius_witness
-from witcert_core.rotary import RotarySpec
+from witcert_core.meter.sums import AccField
+from witcert_core.quantizers.dither import DitherKey, num_groups
+from witcert_core.quantizers.rotary import RotarySpec
 
 KEY = DitherKey(seed=1, nonce=2)
 LAYER = 1

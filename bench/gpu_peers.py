@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.launch import Attention, Pages, Rows, Tail, launch_merge
 from witcert_core.kernels.extend.launch import launch_tail_split
+from witcert_core.kernels.host import slack
+from witcert_core.kernels.host.launch import Attention, Pages, Rows, Tail, launch_merge
 
 PAGE = 16
 Attend = Callable[[int], object]

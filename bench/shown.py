@@ -14,13 +14,12 @@ from typing import Any
 
 from witcert_demo.run import CHECKPOINT
 
-from witcert_core.bounds import FORM_NAMES
 from witcert_core.evaluate import coverage, sweep, trust
 from witcert_core.evaluate.capacity import read_shape
 from witcert_core.evaluate.tables import interval, markdown_table
-from witcert_core.policy import GateSettings
-from witcert_core.report.text import percent_down
-from witcert_core.units import format_bytes
+from witcert_core.meter.bounds import FORM_NAMES
+from witcert_core.policy.model import GateSettings
+from witcert_core.report.text import format_bytes, percent_down
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"

@@ -26,17 +26,17 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-import witcert_core.kernels.common.launch as launch
-import witcert_core.kernels.common.slack as slack
+import witcert_core.kernels.host.launch as launch
+import witcert_core.kernels.host.slack as slack
 from witcert_core.kernels.append.triton import append_kernel
 from witcert_core.kernels.certify.triton import certify_split
-from witcert_core.kernels.common.merge import merge_splits
 from witcert_core.kernels.decode.launch import tile_shape
 from witcert_core.kernels.decode.triton import decode_split
+from witcert_core.kernels.device.merge import merge_splits
 from witcert_core.kernels.extend.launch import TILE_PAIRS
 from witcert_core.kernels.extend.triton import extend_attention, tail_split
 from witcert_core.kernels.witness.triton import write_witness_kernel
-from witcert_core.layout import KVLayout
+from witcert_core.quantizers.layout import KVLayout
 
 TARGETS = (80, 90, 100)
 HEAD_DIMS = (64, 128)

@@ -12,7 +12,7 @@ from typing import Any
 import triton.language as tl
 from static import Case, all_cases, build
 
-from witcert_core.kernels.common import launch
+from witcert_core.kernels.host import launch
 from witcert_core.kernels.repair.triton import repair_kernel
 
 OPTIONS = ("METER", "SOFT_CAP", "WINDOW", "ALIBI", "ROWS", "MIXED", "MULTI", "SINK", "TAIL", "OMEGA", "STEPS")

@@ -13,9 +13,10 @@ Errors               WitCertError (base), PolicyError, QuantizerError, PluginErr
 
 from witcert_core import _torch  # noqa: F401
 from witcert_core.errors import PluginError, PolicyError, QuantizerError, UnsupportedError, WitCertError
-from witcert_core.hooks import hookimpl
-from witcert_core.meter import CellBatch, measure
-from witcert_core.policy import Policy, load_policy
+from witcert_core.meter.cells import CellBatch
+from witcert_core.meter.measure import measure
+from witcert_core.policy.model import Policy, load_policy
+from witcert_core.policy.plugins import CellEvent, hookimpl
 from witcert_core.quantizers import (
     CalibratedQuantizer,
     CodedQuantizer,
@@ -27,10 +28,9 @@ from witcert_core.quantizers import (
     quantizer,
 )
 from witcert_core.quantizers.conformance import check_quantizer
-from witcert_core.report.record import CellEvent
-from witcert_core.report.summary import RequestLedger
+from witcert_core.quantizers.rotary import RotarySpec
+from witcert_core.report.ledger import RequestLedger
 from witcert_core.report.text import render_sentence, render_table
-from witcert_core.rotary import RotarySpec
 
 __all__ = [
     "CalibratedQuantizer",

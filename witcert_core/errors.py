@@ -5,6 +5,14 @@ A message says what was wrong, the offending value, what is allowed, and what to
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
 
 class WitCertError(Exception):
     """Base of all deliberate errors; catch this to catch them all."""
@@ -40,3 +48,38 @@ class PluginError(WitCertError):
 
 class ReportError(WitCertError):
     """A report cannot be written, or was handed numbers of another model."""
+
+
+_VALUE_LENGTH = 80
+
+
+_YAML_WORDS = ((None, "null"), (True, "true"), (False, "false"))
+
+
+def allowed_by(detail: ErrorDetails) -> str:
+    """What pydantic would have accepted, without its introduction."""
+    if detail["type"] == "string_too_short":
+        return "text that is not empty"
+    if detail["type"] == "string_pattern_mismatch":
+        return "text without a zero byte"
+    return detail["msg"].removeprefix("Input should be ").partition(", unable to parse")[0]
+
+
+def yaml_word(value: object) -> str:
+    """A value as it is written in YAML, cut where it is long."""
+    if isinstance(value, int) and abs(value) >= 10**_VALUE_LENGTH:
+        return f"an integer of {value.bit_length()} bits"
+    text = next((word for known, word in _YAML_WORDS if value is known), None) or repr(value)
+    return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
+
+
+def did_you_mean(given: object, allowed: Iterable[str]) -> str:
+    """' (did you mean 'x'?)' for the closest allowed word, whatever its case; '' when none is close."""
+    words = {word.casefold(): word for word in allowed}
+    close = get_close_matches(str(given).casefold(), list(words), n=1, cutoff=0.6)
+    return f" (did you mean {words[close[0]]!r}?)" if close else ""
+
+
+def listed(allowed: Iterable[str]) -> str:
+    """The allowed words as one comma-separated line."""
+    return ", ".join(allowed)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from witcert_demo.run import CHECKPOINT, build_twin
 
-from witcert_core.layout import KVLayout
+from witcert_core.quantizers.layout import KVLayout
 
 LAYERS, KV_HEADS, HEAD_DIM = 4, 2, 128
 

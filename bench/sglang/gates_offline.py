@@ -19,12 +19,12 @@ from witcert_demo.tasks import Sample
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel, load_model
 from witcert_core.evaluate.stats import mean_interval, paired_difference
-from witcert_core.gated_rows import LayerCall, RequestRows
-from witcert_core.gates import Certified, GateDecision, GateState, Observe
-from witcert_core.hooks import gate_registry, hookimpl, plugin_manager
-from witcert_core.policy import parse_policy
-from witcert_core.repair import BlockRepairer, Outcome
-from witcert_core.tv import attention_logits
+from witcert_core.meter.tv import attention_logits
+from witcert_core.policy.gates import Certified, GateDecision, GateState, Observe
+from witcert_core.policy.model import parse_policy
+from witcert_core.policy.plugins import gate_registry, hookimpl, plugin_manager
+from witcert_core.serving.storage.gated_rows import LayerCall, RequestRows
+from witcert_core.serving.storage.repair import BlockRepairer, Outcome
 
 TAU, BLOCK = 0.2, 16
 QUANTIZERS = ("fp8_e4m3_cast", "int4_token_group", "int2_token_group")

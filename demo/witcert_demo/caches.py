@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from witcert_core.dither import DitherKey
 from witcert_core.quantizers import REGISTRY, QuantContext
-from witcert_core.rotary import RotarySpec
+from witcert_core.quantizers.dither import DitherKey
+from witcert_core.quantizers.rotary import RotarySpec
 from witcert_demo.model import ModelConfig
 from witcert_demo.offline import FakeQuantize
 

@@ -18,7 +18,7 @@ namespace WitCert
 /-- **A further error adds to the radius**: `|z̃ - z| ≤ c` and `|ẑ - z̃| ≤ ω` give `|ẑ - z| ≤ c + ω` (the kernel's own
 arithmetic, a cast of `P`).
 
-Code: `witcert_core.radii.arithmetic_radius` (fused: `ω` goes into `c`).
+Code: `witcert_core.meter.kernel_error.arithmetic_radius` (fused: `ω` goes into `c`).
 `python: abs(z_again[0] - z[0]) <= c[0] + abs(z_again[0] - z_tilde[0])` -/
 theorem radius_add {α : Type u} [OrderedField α] {z zt zh c ω : α} (h1 : abs (zt - z) ≤ c) (h2 : abs (zh - zt) ≤ ω) : abs (zh - z) ≤ c + ω := by
   refine le_trans (le_trans (le_of_eq (congrArg abs (show zh - z = (zh - zt) + (zt - z) from by ring))) (abs_add _ _)) ?_
@@ -36,7 +36,7 @@ theorem ofLogits_TV {ι : Type v} (i : ι) (l : List ι) (z zt c : ι → α) (h
 has band norms `n_b`. If `|scale| Σ_b n_b w_{t,b} ≤ M` for every token then
 `TV(softmax(scale⟨q,x⟩), softmax(scale⟨q,y⟩)) ≤ tanh(M/2)`.
 
-Code: `witcert_core.radii.radius_witness`, `witcert_core.accumulate.accumulate`, `witcert_core.bounds.tanh.bound`.
+Code: `witcert_core.cache.radii.radius_witness`, `witcert_core.meter.sums.accumulate`, `witcert_core.meter.bounds.tanh.bound`.
 `python: all(abs(x - v) <= b for x, v, b in zip(z_tilde, z, c)) and head.cell.TV <= (head.cell.R - 1) / (head.cell.R + 1) <= head.cell.code("tanh")` -/
 theorem tier_w_tanh {ι : Type v} {β : Type w} {κ : Type x} (i : ι) (l : List ι) (bands : List β) (k : β → List κ)
     (q : β → κ → α) (x y : ι → β → κ → α) (n : β → α) (w : ι → β → α) (scale M : α)
@@ -56,7 +56,7 @@ theorem tier_w_tanh {ι : Type v} {β : Type w} {κ : Type x} (i : ι) (l : List
 /-- **Any form, end to end.** Whatever bounds the `TV` of every sound cell with these weights and radii bounds the total
 variation of the two softmaxes: `jensen`, `needle`, `extremal` apply to the true attention weights.
 
-Code: `witcert_core.bounds.meter`.
+Code: `witcert_core.meter.bounds.meter`.
 `python: TV <= min(1, code("tanh"), code("jensen"), code("needle")) == code("meter")` -/
 theorem any_form {ι : Type v} (i : ι) (l : List ι) (z zt c : ι → α) (hc : ∀ t, abs (zt t - z t) ≤ c t) (B : α)
     (hB : ∀ x : Cell α ι, x.Sound → x.l = .cons i l → (∀ t, x.w t = softmax zt (.cons i l) t) → (∀ t, x.r t = exp (c t)) → x.TV ≤ B) :
@@ -66,7 +66,7 @@ theorem any_form {ι : Type v} (i : ι) (l : List ι) (z zt c : ι → α) (hc :
 
 /-- **The meter is a bound**: the smallest of 1 and any of the forms.
 
-Code: `witcert_core.bounds.meter`, `witcert_core.bounds.reference_meter`.
+Code: `witcert_core.meter.bounds.meter`, `witcert_core.meter.bounds.reference_meter`.
 `python: TV <= min(1, code("tanh"), code("jensen"), code("needle")) and TV <= min(1, code("extremal"))` -/
 theorem meter_sound {ι : Type v} {x : Cell α ι} (h : x.Sound) {t j n : α} (ht : x.TV ≤ t) (hj : x.TV ≤ j) (hn : x.TV ≤ n) :
     x.TV ≤ min 1 (min t (min j n)) := le_min h.tv_le_one (le_min ht (le_min hj hn))
@@ -76,7 +76,7 @@ theorem meter_sound {ι : Type v} {x : Cell α ι} (h : x.Sound) {t j n : α} (h
 normalised cast weights and the radii `e^c/(1 - u)`, what is served is within `X + u/(1 - u)·‖õ‖` of exact attention: the
 term of the lost mass stands beside every form of the output bound.
 
-Code: `witcert_core.output.output_bound`, `witcert_core.kernel_error.output_error`.
+Code: `witcert_core.meter.output.output_bound`, `witcert_core.meter.kernel_error.output_error`.
 `python: norm_sq(sub(exact_output, average(served_relative, values))) <= (sqrt_up(norm_sq(sub(exact_output, average(share(served_relative), values)))) + cast_unit / (1 - cast_unit) * sqrt_up(norm_sq(average(served_relative, values)))) ** 2` -/
 theorem any_output {ι : Type v} {κ : Type w} (i : ι) (l : List ι) (z zt c : ι → α) (hc : ∀ t, abs (zt t - z t) ≤ c t)
     (e : ι → α) {u : α} (he : ∀ t, abs (e t) ≤ u) (hu : u < 1) (k : List κ) (vt ve : ι → κ → α) {X N : α}
@@ -98,7 +98,7 @@ served `s ≥ 0` with `|s_t - w_t| ≤ u w_t + b_t`, so `θ = u + Σ b`; its sum
 rounded. With any output bound `X ≥ ‖o - Σ w ṽ‖`, the diameter `D` and `B = min(‖Σ w ṽ‖ + θ D, max ‖ṽ‖)`,
 `‖o - õ‖ ≤ X + θ D + θ B + σ + υ((1 + θ) B + σ) + R λ`.
 
-Code: `witcert_core.cells.bounds_of`, `witcert_core.kernel_error.output_error`.
+Code: `witcert_core.meter.cells.bounds_of`, `witcert_core.meter.kernel_error.output_error`.
 `python: norm_sq(sub(exact_output, rounded(average(served, values)))) <= (code_output + code_kernel_error) ** 2` -/
 theorem served_output {ι : Type v} {κ : Type w} (i : ι) (l : List ι) (z zt c : ι → α) (hc : ∀ t, abs (zt t - z t) ≤ c t)
     (s b : ι → α) {u θ : α} (hs0 : ∀ t, 0 ≤ s t) (hs : ∀ t, abs (s t - softmax zt (.cons i l) t) ≤ u * softmax zt (.cons i l) t + b t)
@@ -129,7 +129,7 @@ theorem served_output {ι : Type v} {κ : Type w} (i : ι) (l : List ι) (z zt c
 
 /-- **The proxy of the code**: `proxy(n, 1/2^{n+1}) = (1 - 4⁻ⁿ)/12`.
 
-Code: `witcert_core.radii.radius_dither` (`(1 - 4⁻⁸)/12`).
+Code: `witcert_core.cache.radii.radius_dither` (`(1 - 4⁻⁸)/12`).
 `python: sum((2 ** i * half_step(n)) ** 2 for i in range(n)) == proxy(n)` -/
 theorem proxy_half (n : Nat) : 12 * proxy n (halfStep n) * pow 4 n = (pow 4 n - 1 : α) := by
   have e := proxy_closed (α := α) n (halfStep n)
@@ -145,7 +145,7 @@ theorem proxy_half (n : Nat) : 12 * proxy n (halfStep n) * pow 4 n = (pow 4 n - 
 fresh for its own token. If a cell's meter is right whenever none of its radii is violated, the probability that some cell
 has `TV` above its meter is at most `δ_req`. No independence between tokens, rows or cells is used.
 
-Code: `witcert_core.radii.radius_dither`, `witcert_core.budget.Budget`, `witcert_core.meter.measure`.
+Code: `witcert_core.cache.radii.radius_dither`, `witcert_core.meter.budget.Budget`, `witcert_core.meter.measure.measure`.
 `python: budget.num_cells * dither.S * 2 * exp_down(-log_up(2 * dither.S / budget.declared_loc())) <= budget.delta_req` -/
 theorem tier_d_request {Ω : Type v} {κ : Type w} {Θ : Type x} (L : Law α Ω) {n : Nat} {chans : List κ} {rd : α → α} (hrd : Nearest rd)
     {γ ι : Type w} (cells : List γ) (tokens : γ → List ι) (u : ι → κ → Ω → α) (T : γ → ι → Token α κ Θ) (ξ : γ → ι → Ω → Θ)

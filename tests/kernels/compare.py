@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from witcert_core.layout import AccField
+from witcert_core.meter.sums import AccField
 
 DOWN = (AccField.P_H, AccField.RHO_MIN)
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from witcert_core.dither import DitherKey, num_groups
 from witcert_core.kernels.append.reference import append_reference
-from witcert_core.kernels.common.bypass import BypassedKeys
-from witcert_core.kernels.common.pages import PageTable
+from witcert_core.kernels.host.bypass import BypassedKeys
+from witcert_core.kernels.host.pages import PageTable
 from witcert_core.kernels.repair import RepairedPages, repair_pages
-from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
+from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
+from witcert_core.quantizers.dither import DitherKey, num_groups
 
 from .paged import in_layout, page_table, some_channels
 
@@ -80,8 +80,8 @@ class Int8Case:
 
     def truth(self, q: Tensor, q_len: int, sm_scale: float, **options: Any) -> Tensor:
         """Float64 TV ``[R, Hq]`` of exact against stored keys; 0 for rows that see nothing."""
-        from witcert_core.dither import rows
         from witcert_core.kernels.decode.reference import dequantize
+        from witcert_core.quantizers.dither import rows
 
         window, cap = options.get("window_left", -1), options.get("logits_soft_cap", 0.0)
         sinks, slopes = options.get("sinks"), options.get("alibi_slopes")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from witcert_core.kernels.common.pages import PageTable
-from witcert_core.rotary import RotarySpec
+from witcert_core.kernels.host.pages import PageTable
+from witcert_core.quantizers.rotary import RotarySpec
 
 
 def page_table(

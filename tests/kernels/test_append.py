@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from witcert_core.bypass import taken, without
-from witcert_core.dither import DitherKey, decode_group_witness, num_groups, rows
+from witcert_core.cache.outliers import taken, without
 from witcert_core.errors import InputError
 from witcert_core.kernels.append import append_int8, slots_of
 from witcert_core.kernels.append.launch import append_int8_op
-from witcert_core.kernels.common.bypass import BypassedKeys
-from witcert_core.kernels.common.exact import exact_tensors
+from witcert_core.kernels.host.bypass import BypassedKeys
+from witcert_core.kernels.host.exact import exact_tensors
+from witcert_core.quantizers.dither import DitherKey, decode_group_witness, num_groups, rows
 
 from .paged import from_layout, in_layout, layout_name, page_table, some_channels
 from .pairwise import name, pairwise

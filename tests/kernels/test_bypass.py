@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from witcert_core.bounds import meter
-from witcert_core.dither import rows
+from witcert_core.cache.radii import radius_dither, radius_group_witness
 from witcert_core.errors import InputError
-from witcert_core.kernels.common.bypass import BypassedKeys
-from witcert_core.kernels.common.pages import gather
 from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.decode.reference import dequantize
-from witcert_core.layout import KVLayout
-from witcert_core.radii import radius_dither, radius_group_witness
-from witcert_core.tv import attention_logits
+from witcert_core.kernels.host.bypass import BypassedKeys
+from witcert_core.kernels.host.pages import gather
+from witcert_core.meter.bounds import meter
+from witcert_core.meter.tv import attention_logits
+from witcert_core.quantizers.dither import rows
+from witcert_core.quantizers.layout import KVLayout
 
 from .compare import assert_outward
 from .int8_case import KEY, LAYER, make_case, queries, repair_every_third

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from witcert_core.bands import BandMap, band_map
-from witcert_core.bounds import meter
-from witcert_core.dither import DitherKey, dequantize_int8, quantize_int8, rows
+from witcert_core.cache.bands import BandMap, band_map
+from witcert_core.cache.norm_codes import decode_norm, value_codes, witness_codes
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.kernels.certify import certify
 from witcert_core.kernels.witness import record_witness, write_with_witness
-from witcert_core.rotary import RotarySpec
-from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
-from witcert_core.witness import decode_norm, value_codes, witness_codes
+from witcert_core.meter.bounds import meter
+from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
+from witcert_core.quantizers.dither import DitherKey, dequantize_int8, quantize_int8, rows
+from witcert_core.quantizers.rotary import RotarySpec
 
 from .compare import assert_outward
 from .paged import in_layout, page_table

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from witcert_core.bounds import meter
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.kernels.decode import Workspace, decode_int8
-from witcert_core.layout import AccField
+from witcert_core.meter.bounds import meter
+from witcert_core.meter.sums import AccField
 
 from .compare import assert_outward
 from .int8_case import KEY, LAYER, make_case, queries

@@ -9,11 +9,11 @@ import pytest
 import torch
 from pretend import DEVICE, pretending
 
-from witcert_core.serving.kernel_engine import KernelEngine, engine_cache
-from witcert_core.serving.kernel_packed import KernelPacked, packed_storage
-from witcert_core.serving.kernel_simulated import KernelSimulated, simulated_cache
-from witcert_core.serving.packed import PackedStorage
-from witcert_core.serving.step import StepCells
+from witcert_core.serving.device.engine import KernelEngine, engine_cache
+from witcert_core.serving.device.packed import KernelPacked, packed_storage
+from witcert_core.serving.device.simulated import KernelSimulated, simulated_cache
+from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.packed import PackedStorage
 
 from . import test_serving, test_simulated
 from .test_engine_cache import NarrowPool

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from witcert_core.serving.engine_cache import EngineCache
-from witcert_core.serving.kernel_engine import KernelEngine, engine_cache
-from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
+from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
+from witcert_core.serving.device.engine import KernelEngine, engine_cache
+from witcert_core.serving.storage.engine import EngineCache
 
 from .test_simulated import HKV, HQ, LAYER, SCALE, SLOTS, D, PlainPool, Served
 from .two_requests import Pass

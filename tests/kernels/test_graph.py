@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.meter import CellBatch
+from witcert_core.meter.cells import CellBatch
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.kernel_graph import CapturedDecode
-from witcert_core.serving.kernel_packed import KernelPacked
+from witcert_core.serving.device.graphs import CapturedDecode
+from witcert_core.serving.device.packed import KernelPacked
 
 from .recorder import Recorder
 from .test_serving import HKV, HQ, LAYER, PASSES, SCALE, D, Served

@@ -18,8 +18,8 @@ import pytest
 import torch
 import yaml
 
-from witcert_core.meter import CellBatch
-from witcert_core.serving.step import StepCells
+from witcert_core.meter.cells import CellBatch
+from witcert_core.serving.steps import StepCells
 
 from .recorder import RecordedBackend
 

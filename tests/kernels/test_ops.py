@@ -12,9 +12,9 @@ import witcert_core.kernels.decode as decode_package
 import witcert_core.kernels.extend as extend_package
 import witcert_core.kernels.repair as repair_package
 import witcert_core.kernels.witness as witness_package
-from witcert_core.bands import band_map
+from witcert_core.cache.bands import band_map
 from witcert_core.kernels.repair import RepairedPages
-from witcert_core.rotary import RotarySpec
+from witcert_core.quantizers.rotary import RotarySpec
 
 from .int8_case import KEY, LAYER, Int8Case, make_case, queries
 

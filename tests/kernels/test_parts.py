@@ -10,17 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
-from witcert_core import witness
+from witcert_core.cache import norm_codes as witness
+from witcert_core.cache.norm_codes import encode_norm_up
 from witcert_core.errors import InputError
 from witcert_core.kernels.certify.triton import decode_norm
-from witcert_core.kernels.common import codes
-from witcert_core.kernels.common.device import growth
-from witcert_core.kernels.common.digits import digit_product, query_digits
-from witcert_core.kernels.common.pages import check_int8_cache
-from witcert_core.kernels.common.tiles import load_scale_tile, load_scales
 from witcert_core.kernels.decode.reference import lost_share
+from witcert_core.kernels.device import codes
+from witcert_core.kernels.device.digits import digit_product, query_digits
+from witcert_core.kernels.device.running_sums import growth
+from witcert_core.kernels.device.tiles import load_scale_tile, load_scales
+from witcert_core.kernels.host.pages import check_int8_cache
 from witcert_core.kernels.witness.triton import encode_up
-from witcert_core.witness import encode_norm_up
 
 if torch.cuda.is_available():
     pytest.skip("these kernels are run on CPU tensors, interpreted", allow_module_level=True)

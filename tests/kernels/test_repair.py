@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from witcert_core.bounds import meter
 from witcert_core.errors import InputError
 from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.repair import RepairedPages, repair_pages
+from witcert_core.meter.bounds import meter
 
 from .compare import assert_outward
 from .int8_case import KEY, LAYER, make_case, queries

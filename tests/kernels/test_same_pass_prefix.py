@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from witcert_core.packed import PackedLayer
-from witcert_core.policy import parse_policy
-from witcert_core.rotary import RotarySpec
+from witcert_core.cache.packed import PackedLayer
+from witcert_core.meter.tv import total_variation
+from witcert_core.policy.model import parse_policy
+from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.engine_cache import EngineCache
+from witcert_core.serving.device.packed import KernelPacked, waves
+from witcert_core.serving.device.simulated import KernelSimulated
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.kernel_packed import KernelPacked, waves
-from witcert_core.serving.kernel_simulated import KernelSimulated
-from witcert_core.serving.packed import PackedStorage
-from witcert_core.serving.rows import RequestPass, RowPlan
+from witcert_core.serving.passes import RequestPass, RowPlan
 from witcert_core.serving.runtime import Runtime
-from witcert_core.serving.simulated import SimulatedCache
-from witcert_core.serving.step import StepCells
-from witcert_core.tv import total_variation
+from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.engine import EngineCache
+from witcert_core.serving.storage.packed import PackedStorage
+from witcert_core.serving.storage.simulated import SimulatedCache
 
 D, SLOTS, SCALE = 32, 60, 32**-0.5
 FIRST = torch.arange(1, 17)  # slots that hold another text's keys when the pass begins

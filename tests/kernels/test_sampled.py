@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from witcert_core.serving.kernel_packed import KernelPacked
-from witcert_core.serving.kernel_simulated import KernelSimulated
+from witcert_core.serving.device.packed import KernelPacked
+from witcert_core.serving.device.simulated import KernelSimulated
 
 from . import test_serving as packed
 from . import test_simulated as simulated

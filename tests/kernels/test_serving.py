@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from witcert_core.bypass import outlier_channels, taken
+from witcert_core.cache.outliers import outlier_channels, taken
+from witcert_core.cache.packed import PackedLayer
 from witcert_core.errors import UnsupportedError
-from witcert_core.packed import PackedLayer
-from witcert_core.policy import parse_policy
-from witcert_core.rotary import RotarySpec
+from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
+from witcert_core.policy.model import parse_policy
+from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.device.packed import KernelPacked, packed_storage
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.kernel_packed import KernelPacked, packed_storage
-from witcert_core.serving.packed import PackedStorage
 from witcert_core.serving.runtime import Runtime
-from witcert_core.serving.step import StepCells
-from witcert_core.tv import attention_logits, softmax_with_sink, total_variation
+from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.packed import PackedStorage
 
 from .two_requests import Pass, TwoRequests
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from witcert_core.policy import parse_policy
-from witcert_core.rotary import RotarySpec
+from witcert_core.meter.tv import attention_logits, softmax_with_sink
+from witcert_core.policy.model import parse_policy
+from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.device.simulated import KernelSimulated, simulated_cache
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.kernel_simulated import KernelSimulated, simulated_cache
 from witcert_core.serving.runtime import Runtime
-from witcert_core.serving.simulated import SimulatedCache
-from witcert_core.serving.step import StepCells
-from witcert_core.tv import attention_logits, softmax_with_sink
+from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.simulated import SimulatedCache
 
 from .two_requests import Pass, TwoRequests
 

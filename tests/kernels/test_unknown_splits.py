@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from witcert_core.bands import band_map
-from witcert_core.bounds import meter
+from witcert_core.cache.bands import band_map
 from witcert_core.kernels.certify import certify
-from witcert_core.kernels.common.slack import SPLIT_TOKENS
 from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.extend import extend_int8
+from witcert_core.kernels.host.slack import SPLIT_TOKENS
 from witcert_core.kernels.witness import write_with_witness
-from witcert_core.rotary import RotarySpec
+from witcert_core.meter.bounds import meter
+from witcert_core.quantizers.rotary import RotarySpec
 
 from .int8_case import KEY, LAYER, make_case
 from .paged import page_table

@@ -22,7 +22,7 @@ from witcert_sglang import windows
 from witcert_sglang.selfcheck import check_attention
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.serving.kernel_simulated import KernelSimulated
+from witcert_core.serving.device.simulated import KernelSimulated
 
 LEFT = 7  # what SGLang makes of a window of eight tokens
 
@@ -31,7 +31,7 @@ LEFT = 7  # what SGLang makes of a window of eight tokens
 def meter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which implementation of the meter looks on; the engine's own attention is Triton's either way."""
     if request.param == "reference":
-        monkeypatch.setattr("witcert_core.serving.kernel_simulated.kernels_serve", lambda _device: False)
+        monkeypatch.setattr("witcert_core.serving.device.simulated.kernels_serve", lambda _device: False)
     return str(request.param)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from witcert_core.serving.rows import RequestPass
+from witcert_core.serving.passes import RequestPass
 from witcert_core.serving.runtime import Runtime
 
 Pass = list[tuple[int, bool]]  # new tokens of each request, and whether they read what is stored

@@ -25,10 +25,10 @@ from rational import (
     sqrt_up,
 )
 
-from witcert_core.bounds import meter
-from witcert_core.bounds.joint import _tangents
-from witcert_core.budget import Budget
-from witcert_core.gates import Certified, GateState, block_risk
+from witcert_core.meter.bounds import meter
+from witcert_core.meter.bounds.joint import _tangents
+from witcert_core.meter.budget import Budget
+from witcert_core.policy.gates import Certified, GateState, block_risk
 
 F = Fraction
 Row = tuple[F, ...]

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from witcert_core.policy import parse_policy
-from witcert_core.rotary import RotarySpec, RotaryTable
+from witcert_core.policy.model import parse_policy
+from witcert_core.quantizers.rotary import RotarySpec, RotaryTable
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.rows import RequestPass
+from witcert_core.serving.passes import RequestPass
 from witcert_core.serving.runtime import Runtime
-from witcert_core.serving.simulated import SimulatedCache
-from witcert_core.serving.step import StepCells
+from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.simulated import SimulatedCache
 
 HQ, HKV, D, LAYERS, SLOTS = 4, 2, 64, 2, 400
 SCALE = D**-0.5
@@ -34,7 +34,7 @@ def rotary_table(
 
 
 class TensorPool:
-    """`witcert_core.pool.Pool` over [LAYERS, SLOTS, HKV, D] tensors."""
+    """`witcert_core.cache.protocols.Pool` over [LAYERS, SLOTS, HKV, D] tensors."""
 
     def __init__(self, dtype: torch.dtype, device: str = "cpu") -> None:
         self.k = torch.full((LAYERS, SLOTS, HKV, D), float("nan"), dtype=dtype, device=device)

@@ -9,8 +9,8 @@ import torch
 from pretend import DEVICE, Pretended, pretending
 from serving import MiniEngine, Served
 
-from witcert_core.serving.engine_cache import EngineCache
-from witcert_core.serving.step import StepCells
+from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.engine import EngineCache
 
 POLICIES: dict[str, dict[str, Any]] = {
     "observed": {"name": "int4_token_group"},

@@ -19,12 +19,12 @@ from serving import rotary_table
 from torch import Tensor
 
 from witcert_core import CalibratedQuantizer, CodedQuantizer, QuantContext, Quantizer, RotarySpec, check_quantizer
-from witcert_core.bands import band_map
-from witcert_core.dither import DitherKey
-from witcert_core.hooks import quantizer_registry
+from witcert_core.cache.bands import band_map
+from witcert_core.cache.norm_codes import decode_norm, value_codes, witness_codes
+from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.quantizers import apply
-from witcert_core.rotary import RotaryTable
-from witcert_core.witness import decode_norm, value_codes, witness_codes
+from witcert_core.quantizers.dither import DitherKey
+from witcert_core.quantizers.rotary import RotaryTable
 
 ROOT = Path(__file__).parents[2]
 REGISTRY = quantizer_registry()

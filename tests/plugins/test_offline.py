@@ -15,7 +15,7 @@ from witcert_core.errors import UnsupportedError
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel, load_model
 from witcert_core.evaluate.offline.rotary import rotary_tables
-from witcert_core.policy import parse_policy
+from witcert_core.policy.model import parse_policy
 
 (SAMPLE,) = make_samples("multi_key", 300, 1, 3)
 

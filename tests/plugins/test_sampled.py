@@ -8,7 +8,7 @@ import pytest
 import torch
 from serving import HKV, LAYERS, D, MiniEngine, Served
 
-from witcert_core.dither import DitherKey
+from witcert_core.quantizers.dither import DitherKey
 from witcert_core.report.prometheus import Metrics
 
 TOKEN_BYTES = LAYERS * HKV * 2 * D * 4

@@ -19,10 +19,10 @@ from witcert_sglang.backend import metered
 from witcert_sglang.packed import PackedMethod
 from witcert_sglang.runtime import SglangRuntime
 
-from witcert_core.policy import parse_policy
-from witcert_core.rotary import RotarySpec
+from witcert_core.policy.model import parse_policy
+from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.step import StepCells
+from witcert_core.serving.steps import StepCells
 
 HQ, HKV, D, LAYERS, SLOTS = 4, 2, 64, 2, 200
 SCALE = D**-0.5

@@ -20,7 +20,7 @@ from witcert_sglang.doctor import of_model
 from witcert_sglang.hooks import Hook
 from witcert_sglang.plugin import Installation
 
-from witcert_core.policy import parse_policy
+from witcert_core.policy.model import parse_policy
 
 pytestmark = pytest.mark.sglang
 

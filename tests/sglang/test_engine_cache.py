@@ -18,8 +18,8 @@ from witcert_sglang import support
 from witcert_sglang.pool import EnginePool, backend_scales
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import parse_policy
-from witcert_core.serving.simulated import SimulatedCache
+from witcert_core.policy.model import parse_policy
+from witcert_core.serving.storage.simulated import SimulatedCache
 
 pytestmark = pytest.mark.sglang
 POOLS: dict[str, Any] = {

@@ -9,7 +9,7 @@ import torch
 from engine import HKV, LAYERS, D, Engine, attention, gated
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from witcert_core.gates import CellStatus
+from witcert_core.policy.gates import CellStatus
 
 pytestmark = pytest.mark.sglang
 

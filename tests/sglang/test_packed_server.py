@@ -11,7 +11,7 @@ import pytest
 from conftest import Metered, ask_many, samples_of_each_task, write_policy
 from witcert_demo.servers import running_server
 
-from witcert_core.capacity import ROW_ID_BYTES
+from witcert_core.cache.capacity import ROW_ID_BYTES
 from witcert_core.evaluate.capacity import bytes_per_token, read_shape
 
 pytestmark = pytest.mark.sglang

@@ -15,7 +15,7 @@ from witcert_sglang import support
 from witcert_sglang.rotary import rotary_modules
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.hooks import quantizer_registry
+from witcert_core.policy.plugins import quantizer_registry
 
 pytestmark = pytest.mark.sglang
 

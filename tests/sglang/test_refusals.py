@@ -28,7 +28,7 @@ from witcert_sglang.doctor import of_model
 from witcert_sglang.plugin import Installation, is_main_process
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import Policy, parse_policy
+from witcert_core.policy.model import Policy, parse_policy
 from witcert_core.quantizers import REGISTRY
 
 pytestmark = pytest.mark.sglang
@@ -138,7 +138,7 @@ def test_a_lost_hook_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_broken_adapter_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
     """The adapter's own code cannot be imported: SGLang would log that and serve unmetered."""
     (tmp_path / "sitecustomize.py").write_text(
-        on_import_of("witcert_core.policy", "raise ImportError('half installed')")
+        on_import_of("witcert_core.policy.model", "raise ImportError('half installed')")
     )
     line = refusal(*launch(checkpoint, write_policy(tmp_path / "p.yaml", **NONE), extra_path=tmp_path))
     assert "half installed" in line

@@ -7,7 +7,7 @@ import torch
 from engine import LAYERS, Engine, gated
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from witcert_core.serving.step import StepCells
+from witcert_core.serving.steps import StepCells
 
 pytestmark = pytest.mark.sglang
 

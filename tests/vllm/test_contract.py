@@ -9,7 +9,7 @@ import pytest
 from witcert_vllm import contract
 from witcert_vllm.doctor import examine, of_model
 
-from witcert_core.policy import parse_policy
+from witcert_core.policy.model import parse_policy
 
 pytestmark = pytest.mark.vllm
 

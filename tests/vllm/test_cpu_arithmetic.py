@@ -10,7 +10,7 @@ import torch
 from vllm import _custom_ops as ops
 from witcert_vllm.runtime import cpu_arithmetic
 
-from witcert_core.kernel_error import UNIT
+from witcert_core.meter.kernel_error import UNIT
 
 D, S, BLOCK = 64, 320, 32
 PLAIN = SimpleNamespace(kv_cache_dtype="auto")

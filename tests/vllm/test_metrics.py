@@ -10,9 +10,9 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 from witcert_vllm.metrics import Recorder, replay
 
+from witcert_core.report.counts import RequestState
 from witcert_core.report.prometheus import Metrics
 from witcert_core.report.sample import Compared
-from witcert_core.report.state import RequestState
 
 pytestmark = pytest.mark.vllm
 
@@ -22,14 +22,14 @@ def calls() -> dict[str, list[object]]:
     names = [name for name, _ in inspect.getmembers(Metrics, inspect.isfunction) if not name.startswith("_")]
     seen = inspect.signature(RequestState.observe).return_annotation
     assert "Observed" in str(seen)
-    from witcert_core.report import state
+    from witcert_core.report import counts
 
     values = {"meter": torch.tensor([0.1, 0.5], dtype=torch.float64)}
-    fields = state.Observed.__dataclass_fields__
+    fields = counts.Observed.__dataclass_fields__
     given = {name: values.get(name, True if f.type in ("bool", bool) else 1) for name, f in fields.items()}
     known: dict[str, list[object]] = {
         "announce": ["q"],
-        "cells_measured": ["q", state.Observed(**given)],
+        "cells_measured": ["q", counts.Observed(**given)],
         "cells_compared": ["q", Compared(*torch.tensor([[0.0, 0.2], [0.1, torch.inf], [1.5, 9], [2, 3]]).double(), 1)],
         "rows_not_audited": [2, "no room"],
         "rows_unknown": [3],

@@ -21,7 +21,7 @@ from witcert_vllm import config, support
 from witcert_vllm.doctor import of_model
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import load_policy, parse_policy
+from witcert_core.policy.model import load_policy, parse_policy
 
 pytestmark = pytest.mark.vllm
 NONE = {"quantizer": {"name": "none"}}
@@ -103,7 +103,7 @@ def test_a_broken_adapter_stops_the_server(checkpoint: Path, tmp_path: Path) -> 
         "import sys, importlib.abc\n"
         "class Saboteur(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'witcert_core.policy':\n"
+        "        if name == 'witcert_core.policy.model':\n"
         "            raise ImportError('half installed')\n"
         "sys.meta_path.insert(0, Saboteur())\n"
     )

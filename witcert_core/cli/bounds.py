@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from witcert_core.bounds.vectors import FormResult, VectorCase, check_vectors, load_vectors
+from witcert_core.meter.bounds.vectors import FormResult, VectorCase, check_vectors, load_vectors
 
 VIOLATED = 1
 PIPE_WIDTH = 120

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from witcert_core.evaluate.capacity import DEFAULT_LAYOUTS, capacity, heads_of_a_rank, parse_memory, read_shape
-from witcert_core.model_attention import ModelAttention
+from witcert_core.serving.models.attention import ModelAttention
 
 PIPE_WIDTH = 120
 _LAYOUT_HELP = "fp16, fp8, int8_dither, int8_dither_w, bypass:PAIRS or metered:QUANTIZER; repeat for several."

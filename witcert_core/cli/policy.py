@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from witcert_core.errors import PolicyError
-from witcert_core.policy import load_policy
-from witcert_core.presets import PRESETS, preset_text
+from witcert_core.policy.model import load_policy
+from witcert_core.policy.presets import PRESETS, preset_text
 
 app = typer.Typer(help="Write and check policy files.", no_args_is_help=True)
 

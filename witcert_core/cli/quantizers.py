@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from witcert_core.errors import InputError, QuantizerError
-from witcert_core.hooks import quantizer_registry
+from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.quantizers import QuantizerRegistry
 from witcert_core.quantizers.conformance import check_quantizer
 

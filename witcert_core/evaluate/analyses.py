@@ -29,7 +29,7 @@ from witcert_core.evaluate.records import make_directory, write_json
 from witcert_core.evaluate.settings import QuantizerSpec
 from witcert_core.evaluate.stats import RESAMPLES
 from witcert_core.evaluate.tables import markdown_table, rich_table
-from witcert_core.evaluate.tasks import choose_source, choose_tasks
+from witcert_core.evaluate.task_registry import choose_source, choose_tasks
 
 
 @dataclass(frozen=True)

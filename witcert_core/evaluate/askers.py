@@ -14,7 +14,7 @@ from witcert_core.evaluate.offline.model import LoadedModel
 from witcert_core.evaluate.servers import bearer
 from witcert_core.evaluate.settings import EXACT, Mode, QuantizerSpec, build_policy
 from witcert_core.evaluate.tasks import EvalSample
-from witcert_core.policy import Policy
+from witcert_core.policy.model import Policy
 
 TIMEOUT_S = 600.0
 KEY_VARIABLE = "WITCERT_API_KEY"

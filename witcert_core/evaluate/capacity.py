@@ -11,17 +11,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from witcert_core.capacity import ROW_ID_BYTES, side_bytes_per_head
-from witcert_core.closing import ClosingRule
-from witcert_core.errors import InputError
+from witcert_core.cache.capacity import ROW_ID_BYTES, side_bytes_per_head
+from witcert_core.cache.schedule import ClosingRule
+from witcert_core.errors import InputError, did_you_mean, listed
 from witcert_core.evaluate.settings import parse_quantizer
-from witcert_core.hooks import quantizer_registry
-from witcert_core.layout import KVLayout
-from witcert_core.model_attention import ModelAttention, describe
-from witcert_core.model_fields import text_part
+from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.quantizers.base import Quantizer
-from witcert_core.rotary import RotarySpec
-from witcert_core.suggest import did_you_mean, listed
+from witcert_core.quantizers.layout import KVLayout
+from witcert_core.quantizers.rotary import RotarySpec
+from witcert_core.serving.models.attention import ModelAttention, describe
+from witcert_core.serving.models.fields import text_part
 
 DEFAULT_LAYOUTS = ("fp16", "fp8", "int8_dither", "int8_dither_w", "bypass:4")
 _PLAIN = {"fp16": "none", "fp8": "fp8_e4m3_cast"}

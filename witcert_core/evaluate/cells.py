@@ -13,19 +13,19 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from witcert_core.audit import true_tv
-from witcert_core.bounds import FORM_NAMES, joint
-from witcert_core.budget import Budget
-from witcert_core.cells import bounds_of, sum_terms
 from witcert_core.errors import InputError
-from witcert_core.kernel_error import KernelArithmetic, kernel_radius
-from witcert_core.layout import AccField
-from witcert_core.meter import centred
+from witcert_core.meter.audit import true_tv
+from witcert_core.meter.bounds import FORM_NAMES, joint
+from witcert_core.meter.budget import Budget
+from witcert_core.meter.cells import bounds_of, sum_terms
+from witcert_core.meter.kernel_error import KernelArithmetic, kernel_radius
+from witcert_core.meter.measure import centred
+from witcert_core.meter.sums import AccField
+from witcert_core.meter.tv import softmax_with_sink
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.rows import RowPlan
-from witcert_core.serving.simulated import SimulatedCache
-from witcert_core.tv import softmax_with_sink
+from witcert_core.serving.passes import RowPlan
+from witcert_core.serving.storage.simulated import SimulatedCache
 
 METER = "meter"
 JOINT = "joint"

@@ -16,7 +16,7 @@ from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel
 from witcert_core.evaluate.settings import QuantizerSpec, base_settings, build_policy
 from witcert_core.evaluate.tasks import EvalSample, TaskSource
-from witcert_core.policy import Policy
+from witcert_core.policy.model import Policy
 
 _EVERY_ROW = 2**20
 

@@ -11,7 +11,7 @@ from witcert_core.errors import InputError
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import load_model
 from witcert_core.evaluate.settings import QuantizerSpec, base_settings, build_policy
-from witcert_core.policy import Policy, load_policy
+from witcert_core.policy.model import Policy, load_policy
 
 
 def choose_policy(quantizer: QuantizerSpec | None, policy: Path | None) -> Policy:

@@ -22,7 +22,7 @@ from witcert_core.evaluate.servers import ending_signals_raised
 from witcert_core.evaluate.settings import EXACT, MODES, Mode, QuantizerSpec, base_settings
 from witcert_core.evaluate.stats import RESAMPLES
 from witcert_core.evaluate.tables import COMPARISON_COLUMNS, comparison_rows, markdown_table, rich_table
-from witcert_core.evaluate.tasks import choose_source, choose_tasks
+from witcert_core.evaluate.task_registry import choose_source, choose_tasks
 
 ROOM_FOR_ANSWERS = 256
 """Slots beside the prompt: special tokens, and the longest answer a task asks for."""

@@ -12,13 +12,12 @@ from typing import Any
 
 import yaml
 
-from witcert_core.engines import installed_engines
-from witcert_core.errors import InputError, UnsupportedError
+from witcert_core.errors import InputError, UnsupportedError, did_you_mean, listed
 from witcert_core.evaluate.askers import Reply, UrlAsker, deciding
 from witcert_core.evaluate.servers import free_port, serving
 from witcert_core.evaluate.settings import EXACT, Mode, QuantizerSpec, build_policy
 from witcert_core.evaluate.tasks import EvalSample
-from witcert_core.suggest import did_you_mean, listed
+from witcert_core.serving.doctor import installed_engines
 
 COMMANDS: dict[str, Sequence[str]] = {
     "sglang": (str(Path(sys.executable).with_name("sglang")), "serve", "--model-path"),

@@ -9,10 +9,9 @@ from typing import Any, Literal, get_args
 
 from yaml import YAMLError
 
-from witcert_core.errors import InputError, PolicyError
-from witcert_core.policy import Policy, load_policy, parse_policy
-from witcert_core.policy_yaml import read_yaml
-from witcert_core.suggest import did_you_mean, listed
+from witcert_core.errors import InputError, PolicyError, did_you_mean, listed
+from witcert_core.policy.loader import read_yaml
+from witcert_core.policy.model import Policy, load_policy, parse_policy
 
 Mode = Literal["raw", "gated", "exact"]
 MODES: tuple[Mode, ...] = get_args(Mode)

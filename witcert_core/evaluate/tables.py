@@ -8,8 +8,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from witcert_core.report.text import number_up, percent_down
-from witcert_core.units import format_bytes
+from witcert_core.report.text import format_bytes, number_up, percent_down
 
 Cells = Sequence[Sequence[str]]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import InputError
-from witcert_core.kernels.common import dispatch
+from witcert_core.kernels.host import dispatch
 
 MEASURED = "measured"
 UNKNOWN = "unknown"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from witcert_core.errors import QuantizerError, WitCertError
 from witcert_core.quantizers.base import CalibratedQuantizer, Kind, QuantContext, Quantizer
-from witcert_core.rotary import RotaryTable
+from witcert_core.quantizers.rotary import RotaryTable
 
 
 def fake_quantize(

@@ -13,9 +13,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from witcert_core.dither import DitherKey
 from witcert_core.errors import QuantizerError
-from witcert_core.rotary import RotarySpec
+from witcert_core.quantizers.dither import DitherKey
+from witcert_core.quantizers.rotary import RotarySpec
 
 Kind = Literal["k", "v"]
 Space = Literal["post_rope", "pre_rope"]

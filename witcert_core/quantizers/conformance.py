@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from witcert_core.dither import DitherKey, num_groups
 from witcert_core.errors import QuantizerError
 from witcert_core.quantizers.base import (
     KINDS,
@@ -19,7 +18,8 @@ from witcert_core.quantizers.base import (
     Quantizer,
     check_kinds_alike,
 )
-from witcert_core.rotary import RotarySpec
+from witcert_core.quantizers.dither import DitherKey, num_groups
+from witcert_core.quantizers.rotary import RotarySpec
 
 FP16_MAX = 65504.0
 _LAYER = 3

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from witcert_core.dither import dequantize_int8, quantize_int8, rows
 from witcert_core.errors import QuantizerError
-from witcert_core.layout import KVLayout
 from witcert_core.quantizers.base import DitheredQuantizer, Encoded, Kind, QuantContext, check_input
+from witcert_core.quantizers.dither import dequantize_int8, quantize_int8, rows
+from witcert_core.quantizers.layout import KVLayout
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,8 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from witcert_core.errors import QuantizerError
-from witcert_core.policy_errors import allowed_by, yaml_word
+from witcert_core.errors import QuantizerError, allowed_by, did_you_mean, listed, yaml_word
 from witcert_core.quantizers.base import CalibratedQuantizer, DitheredQuantizer, Quantizer, Space, State, Tier
-from witcert_core.suggest import did_you_mean, listed
 
 _NAME = re.compile(r"[a-z][a-z0-9_.+-]*")
 _BUILTIN_PACKAGE = "witcert_core"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from witcert_core.report.counts import Observed
 from witcert_core.report.sample import Compared
-from witcert_core.report.state import Observed
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Histogram

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from witcert_core.report.record import json_number
+from witcert_core.report.records import json_number
 
 if TYPE_CHECKING:
-    from witcert_core.meter import CellBatch
+    from witcert_core.meter.cells import CellBatch
 
 PER_OCTAVE, LEAST, MOST = 8, -40, 24
 """Buckets of a distribution: eighths of a factor of 2, from 2^-40 to 2^24."""

@@ -190,3 +190,13 @@ def _gate(gate: Mapping[str, Any]) -> list[str]:
 
 def _why(reasons: Mapping[str, int]) -> str:
     return f" ({', '.join(f'{reason}: {count}' for reason, count in reasons.items())})" if reasons else ""
+
+
+def format_bytes(count: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from witcert_core.closing import ClosingRule
+from witcert_core.cache.schedule import ClosingRule
 from witcert_core.report.claims import NON_ADAPTIVE
+from witcert_core.report.text import format_bytes
 from witcert_core.serving.runtime import Runtime
-from witcert_core.units import format_bytes
 
 
 def banner(runtime: Runtime, *, answers: str, metrics: str, note: str = "") -> str:

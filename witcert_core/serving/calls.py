@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from witcert_core.kernel_error import KernelArithmetic
+from witcert_core.meter.kernel_error import KernelArithmetic
 from witcert_core.quantizers.base import Encoded
 
 

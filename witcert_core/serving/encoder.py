@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from witcert_core.dither import DitherKey
 from witcert_core.errors import QuantizerError, UnsupportedError
 from witcert_core.quantizers import apply
 from witcert_core.quantizers.base import (
@@ -20,7 +19,8 @@ from witcert_core.quantizers.base import (
     Quantizer,
     check_kinds_alike,
 )
-from witcert_core.rotary import RotaryTable
+from witcert_core.quantizers.dither import DitherKey
+from witcert_core.quantizers.rotary import RotaryTable
 from witcert_core.serving.calls import Coded
 from witcert_core.serving.geometry import Geometry
 

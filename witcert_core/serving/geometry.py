@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from witcert_core.rotary import RotarySpec
+from witcert_core.quantizers.rotary import RotarySpec
 
 
 @dataclass(frozen=True)

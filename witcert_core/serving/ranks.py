@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from witcert_core.meter import CellBatch
-from witcert_core.serving.step import StepCells, Verdict
-from witcert_core.truth import Truth
+from witcert_core.meter.cells import CellBatch
+from witcert_core.meter.truth import Truth
+from witcert_core.serving.steps import StepCells, Verdict
 
 T = TypeVar("T")
 PER_ROW = ("num_visible", "delta_loc")  # equal on all ranks; every other field has heads in its second dimension

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.rotary import RotarySpec, RotaryTable
+from witcert_core.quantizers.rotary import RotarySpec, RotaryTable
 from witcert_core.serving.encoder import Tables
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}

@@ -14,23 +14,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from witcert_core.budget import Budget
-from witcert_core.dither import DitherKey
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import Policy
+from witcert_core.meter.budget import Budget
+from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
+from witcert_core.quantizers.dither import DitherKey
 from witcert_core.report.claims import SAMPLED_PREFIX
+from witcert_core.report.ledger import RequestLedger, make_ledger
 from witcert_core.report.prometheus import Metrics
-from witcert_core.report.summary import RequestLedger
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder, Tables
 from witcert_core.serving.generated import GeneratedSlots
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.ledger import make_ledger
+from witcert_core.serving.passes import RequestPass, RowPlan, RowPlanner
 from witcert_core.serving.ranks import Ranks
-from witcert_core.serving.rows import RequestPass, RowPlan, RowPlanner
 from witcert_core.serving.sampled import sampled_copies
-from witcert_core.serving.step import StepCells
+from witcert_core.serving.steps import StepCells
 
 LAST_ROW_ID = 2**32 - 1
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from witcert_core.cache.exact_copies import ShadowStore
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import Policy
+from witcert_core.meter.truth import Truth, compare
+from witcert_core.policy.model import Policy
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.passes import MAX_TRACKED_REQUESTS, Attends, ReadRow, RequestPass, RowPlan
 from witcert_core.serving.ranks import Ranks
-from witcert_core.serving.rows import MAX_TRACKED_REQUESTS, Attends, ReadRow, RequestPass, RowPlan
-from witcert_core.shadow import ShadowStore
-from witcert_core.truth import Truth, compare
 
 PREFIX = "its prefix was computed by a request without exact copies"
 NO_ROOM = "no room in meter.share_bytes"

@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from witcert_core.policy import Policy
+from witcert_core.policy.model import Policy
 from witcert_core.serving.answers import META_KEY
 from witcert_sglang.hooks import Hook
 from witcert_sglang.http import STATE

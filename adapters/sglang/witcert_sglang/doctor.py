@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from witcert_core.closing import ClosingRule
-from witcert_core.engines import Finding, checked, unreadable, verdict
+from witcert_core.cache.schedule import ClosingRule
 from witcert_core.errors import WitCertError
-from witcert_core.policy import Policy
-from witcert_core.units import format_bytes
+from witcert_core.policy.model import Policy
+from witcert_core.report.text import format_bytes
+from witcert_core.serving.doctor import Finding, checked, unreadable, verdict
 from witcert_sglang import POLICY_VARIABLE, __version__, support
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from witcert_core.rotary import RotarySpec
+from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
 
 

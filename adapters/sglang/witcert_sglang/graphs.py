@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.serving.kernel_graph import CapturedDecode
-from witcert_core.serving.rows import RequestPass, RowPlan
+from witcert_core.serving.device.graphs import CapturedDecode
+from witcert_core.serving.passes import RequestPass, RowPlan
 
 
 class DecodeGraphs:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from witcert_core import capacity
-from witcert_core.closing import ClosingRule
-from witcert_core.layout import KVLayout
-from witcert_core.policy import Policy
+from witcert_core.cache import capacity
+from witcert_core.cache.schedule import ClosingRule
+from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
-from witcert_core.rotary import RotarySpec
+from witcert_core.quantizers.layout import KVLayout
+from witcert_core.quantizers.rotary import RotarySpec
 from witcert_sglang.geometry import rotary_dim
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-from witcert_core.engines import unreadable
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import Policy, load_policy
+from witcert_core.policy.model import Policy, load_policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.report.jsonl import check_writable
 from witcert_core.report.prometheus import Metrics
 from witcert_core.serving.banner import banner
+from witcert_core.serving.doctor import unreadable
 from witcert_core.serving.rotary import rotary_tables
 from witcert_core.serving.startup import refuse_on_error
 from witcert_sglang import packed, support, windows

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from witcert_core.serving.answers import META_KEY
 from witcert_core.serving.runtime import Runtime
-from witcert_core.serving.step import StepCells
+from witcert_core.serving.steps import StepCells
 
 HEALTH_CHECK = "HEALTH_CHECK"  # how SGLang's own probes begin their request ids
 

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import Policy
+from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.report.prometheus import Metrics
 from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.device.engine import engine_cache
+from witcert_core.serving.device.graphs import CapturedDecode
+from witcert_core.serving.device.packed import KernelPacked, packed_storage
+from witcert_core.serving.device.simulated import simulated_cache
 from witcert_core.serving.encoder import Encoder, Tables
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.kernel_engine import engine_cache
-from witcert_core.serving.kernel_graph import CapturedDecode
-from witcert_core.serving.kernel_packed import KernelPacked, packed_storage
-from witcert_core.serving.kernel_simulated import simulated_cache
+from witcert_core.serving.passes import RequestPass
 from witcert_core.serving.ranks import Ranks
-from witcert_core.serving.rows import RequestPass
 from witcert_core.serving.runtime import Cache, Runtime
-from witcert_core.serving.step import StepCells
+from witcert_core.serving.steps import StepCells
 from witcert_sglang import windows
 from witcert_sglang.graphs import DecodeGraphs, requests_on_device, will_replay
 from witcert_sglang.packed import packed_layers

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from witcert_core.audit import Attended, in_window, output_excess
 from witcert_core.errors import UnsupportedError
+from witcert_core.meter.audit import Attended, in_window, output_excess
 from witcert_sglang import windows
 
 CHECKED = ("TorchNativeAttnBackend", "TritonAttnBackend")

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from packaging.specifiers import SpecifierSet
 
-from witcert_core.closing import ClosingRule
+from witcert_core.cache.schedule import ClosingRule
 from witcert_core.errors import UnsupportedError
-from witcert_core.kernels.common.backend import interpreting
-from witcert_core.model_attention import WHY, describe
-from witcert_core.policy import Policy
+from witcert_core.kernels.host.backend import interpreting
+from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.conformance import check_quantizer
+from witcert_core.serving.models.attention import WHY, describe
 
 SGLANG_RANGE = SpecifierSet("==0.5.23")
 BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")

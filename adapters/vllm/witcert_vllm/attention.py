@@ -6,7 +6,6 @@ import functools
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 
@@ -136,9 +135,3 @@ def metered(base: type[Any], own_pages: bool = False) -> type[Any]:
     for cls, stock in ((Metered, base), (Impl, impl_base), (Builder, builder_base)):
         cls.__name__ = cls.__qualname__ = f"Metered{stock.__name__}"
     return Metered
-
-
-def sinks_of(impl: Any) -> Tensor | None:
-    """Learned sink logits [H] of an implementation, or None."""
-    sinks = getattr(impl, "sinks", None)
-    return sinks if isinstance(sinks, torch.Tensor) else None

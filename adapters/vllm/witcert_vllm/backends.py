@@ -48,8 +48,8 @@ def __getattr__(name: str) -> Any:
     if name not in STOCK:
         raise AttributeError(f"no metered backend {name!r}")
     from witcert_vllm.attention import check_contract, metered
+    from witcert_vllm.installation import current
     from witcert_vllm.packed import packed_backend
-    from witcert_vllm.plugin import current
 
     installation = current()
     stock = resolve_obj_by_qualname(STOCK[name])

@@ -11,7 +11,7 @@ from witcert_core.errors import WitCertError
 from witcert_core.report.jsonl import check_writable
 from witcert_core.serving.startup import in_one_line, refuse_on_error
 from witcert_vllm import backends, support
-from witcert_vllm.plugin import Installation, current
+from witcert_vllm.installation import Installation, current
 
 CONNECTOR = "WitCertConnector"
 _CONNECTOR_MODULE = "witcert_vllm.connector"

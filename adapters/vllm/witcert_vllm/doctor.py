@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from witcert_core.closing import ClosingRule
-from witcert_core.engines import Finding, unreadable, verdict
+from witcert_core.cache.schedule import ClosingRule
 from witcert_core.errors import WitCertError
-from witcert_core.policy import Policy
+from witcert_core.policy.model import Policy
+from witcert_core.serving.doctor import Finding, unreadable, verdict
 from witcert_vllm import POLICY_VARIABLE, __version__
 
 PLUGIN_GROUP = "vllm.general_plugins"

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.model_executor.models.utils import extract_layer_index
 
-from witcert_core.rotary import RotarySpec
+from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
 from witcert_vllm.backends import described
 

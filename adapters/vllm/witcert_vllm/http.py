@@ -75,15 +75,6 @@ class NamesAnswers:
         await self.app(scope, receive, send)
 
 
-def around_init_middleware(original: Callable[..., None], args: Any, app: Any, *rest: Any, **kwargs: Any) -> None:
-    """vLLM's application, when its guards stand and before it is closed, with `/witcert/status` and the summaries."""
-    from witcert_vllm.routes import add_routes
-
-    original(args, app, *rest, **kwargs)
-    add_routes(app)
-    app.add_middleware(NamesAnswers)
-
-
 def around_add_request(
     original: Callable[..., None],
     processor: Any,

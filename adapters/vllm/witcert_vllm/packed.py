@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from witcert_core.cache.packed import PackedLayer
 from witcert_core.errors import UnsupportedError
-from witcert_core.layout import KVLayout
-from witcert_core.packed import PackedLayer
 from witcert_core.quantizers.base import Quantizer
+from witcert_core.quantizers.layout import KVLayout
 
 
 def layout_of(quantizer: Quantizer, head_dim: int) -> KVLayout:

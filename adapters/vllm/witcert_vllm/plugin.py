@@ -14,32 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy import Policy, load_policy
-from witcert_core.quantizers.base import Quantizer
-from witcert_vllm import backends, support
+from witcert_vllm import backends, config, http, support
+from witcert_vllm.installation import read_policy
 
 _MARK = "__witcert_original__"
-
-
-@dataclass(frozen=True)
-class Installation:
-    """The policy in force in this process."""
-
-    policy: Policy
-    quantizer: Quantizer
-
-
-_current: Installation | None = None
-
-
-def current() -> Installation:
-    """The installation of this process; UnsupportedError if the plugin was never loaded here."""
-    if _current is None:
-        raise UnsupportedError(
-            "the plugin was not loaded in this process (is VLLM_PLUGINS set without 'witcert' in it?), so nothing is "
-            "served; add witcert to VLLM_PLUGINS, or unset WITCERT_POLICY"
-        )
-    return _current
 
 
 @dataclass(frozen=True)
@@ -54,10 +32,17 @@ class Wrapped:
     parameters: tuple[str, ...]
 
 
+def around_init_middleware(original: Callable[..., None], args: Any, app: Any, *rest: Any, **kwargs: Any) -> None:
+    """vLLM's application, when its guards stand and before it is closed, with `/witcert/status` and the summaries."""
+    from witcert_vllm.routes import add_routes  # what it needs of vLLM, only the process that serves HTTP has
+
+    original(args, app, *rest, **kwargs)
+    add_routes(app)
+    app.add_middleware(http.NamesAnswers)
+
+
 def wrapped_functions() -> list[Wrapped]:
     """All of them."""
-    from witcert_vllm import config, http
-
     return [
         Wrapped(
             "vllm.engine.arg_utils.EngineArgs.create_engine_config",
@@ -66,7 +51,7 @@ def wrapped_functions() -> list[Wrapped]:
         ),
         Wrapped(
             "vllm.entrypoints.launchers.app.init_entrypoints_middleware",
-            http.around_init_middleware,
+            around_init_middleware,
             ("args", "app", "supported_tasks"),
         ),
         Wrapped(
@@ -108,11 +93,8 @@ def install(policy_path: str) -> None:
 
     A second call reads the policy again; it holds for engines made afterwards.
     """
-    global _current
     support.check_version()
-    policy = load_policy(policy_path)
-    quantizer = policy.build_quantizer()
-    _current = Installation(policy, quantizer)
+    read_policy(policy_path)
     backends.take_over(support.BACKENDS)
     for item in wrapped_functions():
         wrap(item)

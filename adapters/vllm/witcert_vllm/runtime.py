@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.kernel_error import KernelArithmetic
+from witcert_core.meter.kernel_error import KernelArithmetic
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.rows import RequestPass
+from witcert_core.serving.passes import RequestPass
 from witcert_core.serving.runtime import Runtime
-from witcert_vllm.attention import sinks_of
 
 
 class VllmRuntime(Runtime):
@@ -130,3 +129,9 @@ def slots_of(tables: Tensor, longest: int, block_size: int) -> Tensor:
     """
     blocks = tables[:, : -(-longest // block_size)].to(torch.int64)
     return (blocks[:, :, None] * block_size + torch.arange(block_size, device=tables.device)).flatten(1)
+
+
+def sinks_of(impl: Any) -> Tensor | None:
+    """Learned sink logits [H] of an implementation, or None."""
+    sinks = getattr(impl, "sinks", None)
+    return sinks if isinstance(sinks, torch.Tensor) else None

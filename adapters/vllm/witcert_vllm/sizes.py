@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from witcert_core import capacity
-from witcert_core.closing import ClosingRule
-from witcert_core.rotary import RotarySpec
+from witcert_core.cache import capacity
+from witcert_core.cache.schedule import ClosingRule
+from witcert_core.quantizers.rotary import RotarySpec
 from witcert_vllm.geometry import rotary_dim
-from witcert_vllm.plugin import Installation
+from witcert_vllm.installation import Installation
 
 
 def side_bytes_per_token(installation: Installation, vllm_config: Any, specs: Mapping[str, Any]) -> int:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from packaging.specifiers import SpecifierSet
 
-from witcert_core.closing import ClosingRule
+from witcert_core.cache.schedule import ClosingRule
 from witcert_core.errors import UnsupportedError
-from witcert_core.model_attention import WHY, describe
-from witcert_core.policy import Policy
+from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.conformance import check_quantizer
+from witcert_core.serving.models.attention import WHY, describe
 from witcert_vllm import backends
 from witcert_vllm.engine_pool import FLOAT8, PER_TOKEN_HEAD
 

@@ -17,17 +17,17 @@ import witcert_core
 from witcert_core.errors import UnsupportedError, WitCertError
 from witcert_core.serving.banner import banner
 from witcert_core.serving.encoder import Encoder
-from witcert_core.serving.engine_cache import EngineCache
-from witcert_core.serving.packed import PackedStorage
 from witcert_core.serving.rotary import rotary_tables
 from witcert_core.serving.runtime import Cache
-from witcert_core.serving.simulated import SimulatedCache
 from witcert_core.serving.startup import in_one_line
+from witcert_core.serving.storage.engine import EngineCache
+from witcert_core.serving.storage.packed import PackedStorage
+from witcert_core.serving.storage.simulated import SimulatedCache
 from witcert_vllm import backends, process, support
 from witcert_vllm.engine_pool import engine_pool
 from witcert_vllm.geometry import layer_ids, read_geometry
+from witcert_vllm.installation import Installation, current
 from witcert_vllm.packed import layout_of, packed_layer
-from witcert_vllm.plugin import Installation, current
 from witcert_vllm.pool import PagePool, check_layout, cpu_views, plain_views
 from witcert_vllm.ranks import tensor_ranks
 from witcert_vllm.rotary import rotary_modules

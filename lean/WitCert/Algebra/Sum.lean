@@ -93,7 +93,7 @@ theorem cauchy_schwarz_w {w : ι → α} (hw : ∀ i, 0 ≤ w i) (x y : ι → �
     exact cs_step ih (sum_nonneg l (fun i => nonneg_mul (hw i) (sq_nonneg _))) (sum_nonneg l (fun i => nonneg_mul (hw i) (sq_nonneg _))) (hw i)
 /-- **Cauchy–Schwarz.** `(Σ x y)² ≤ (Σ x²)(Σ y²)`: the inequality behind every band of the witness.
 
-Code: `witcert_core.radii.radius_witness`.
+Code: `witcert_core.cache.radii.radius_witness`.
 `python: dot(q, d) ** 2 <= dot(q, q) * dot(d, d)` -/
 theorem cauchy_schwarz (x y : ι → α) (l : List ι) :
     sum (fun i => x i * y i) l * sum (fun i => x i * y i) l

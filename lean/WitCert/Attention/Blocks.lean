@@ -23,7 +23,7 @@ theorem card_pos_of_mem (f : ι → ι → α) (hf : ∀ t s, 0 ≤ f t s) (hr :
 /-- **Blocked equals per-token exactly for constant weights.** `n Σ w e^c = (Σ w)(Σ e^c)` for all radii if and only if
 every token of the block has `n w_t = Σ w`. (`same` decides equality of tokens.)
 
-Code: `witcert_core.accumulate.accumulate_weights` (one `e^c` per token, never one per block).
+Code: `witcert_core.meter.sums.accumulate_weights` (one `e^c` per token, never one per block).
 `python: all(cell.S * sum(x * (2 if s == t else 1) for s, x in enumerate(w)) == sum(w) * (cell.S + 1) for t in range(cell.S)) == (len(set(w)) == 1)` -/
 theorem blocked_iff (w : ι → α) (block : List ι) (same : ι → ι → Bool) (hs : ∀ t s, same t s = true → s = t) (hr : ∀ t, same t t = true) :
     (∀ r : ι → α, (∀ t, 1 ≤ r t) → card block * sum (fun t => w t * r t) block = sum w block * sum r block) ↔

@@ -77,7 +77,7 @@ theorem frobenius (k : List κ) (M : κ → κ → α) {u : κ → α} (hu : Nor
 /-- **The largest eigenvalue from a trace.** For a symmetric `M`, `‖M⁴‖_F ≤ f` (its square is `tr M⁸`) and `f ≤ L⁴`, no unit vector has
 `⟨u, M u⟩ > L`.
 
-Code: `witcert_core.directional.spectral`.
+Code: `witcert_core.meter.directional.spectral`.
 `python: all(quadratic(u) <= spectral_bound for u in unit_vectors)` -/
 theorem spectral_le (k : List κ) {M : κ → κ → α} (hM : ∀ i j, M i j = M j i) {f L : α} (hf : 0 ≤ f) (hL : 0 ≤ L)
     (hF : sum (fun i => dot k (compose k (compose k M M) (compose k M M) i) (compose k (compose k M M) (compose k M M) i)) k ≤ f * f)
@@ -97,7 +97,7 @@ include h
 /-- **Output bound, from where weight moves.** No value is further than `R` from a centre `m`, and `E ≥ Σ w ‖ṽ - m‖²`; weight that
 moves away lies where the weights are: `‖o - õ‖ ≤ TV·(R + max ρ - min ρ) + √(TV·E) + Σ w ρ`; `g` stands for the root.
 
-Code: `witcert_core.output.output_bound`.
+Code: `witcert_core.meter.output.output_bound`.
 `python: norm_sq(output_error) <= (head.cell.TV * (max(distances(centre)) + max(rho) - min(rho)) + sqrt_up(head.cell.TV * head.cell.mean([d * d for d in distances(centre)])) + dot(head.cell.w, rho)) ** 2` -/
 theorem Sound.output_place (k : List κ) (vt ve : ι → κ → α) (ρ d : ι → α) (m : κ → α) {R E g ρmax ρmin : α} (hg : 0 ≤ g)
     (hd : ∀ t, NormLe k (fun j => vt t j - m j) (d t)) (hR : ∀ t, d t ≤ R) (hE : x.mean (fun t => d t * d t) ≤ E) (hg2 : x.TV * E ≤ g * g)
@@ -163,7 +163,7 @@ theorem Sound.ratio_line (t : ι) (y : α) :
 unit vector, `l₂² ≥ Σ w (s/b) r²`. If `√(K₀((l₁ + l₂)² + 2λ(σ₁ + σ₂) + λ²K₂)) + H₁ + H₂ ≤ λ(1 + Σ w h)` then `o - õ` reaches at most
 `λ + Σ w ρ` along any unit vector; `g` stands for the root.
 
-Code: `witcert_core.directional.moved`.
+Code: `witcert_core.meter.directional.moved`.
 `python: norm_sq(output_error) <= (directional_moved + dot(head.cell.w, rho)) ** 2` -/
 theorem Sound.output_directional (k : List κ) (vt ve : ι → κ → α) (ρ b : ι → α) {l₁ l₂ σ₁ σ₂ H₁ H₂ lam g : α}
     (hρ : ∀ t, NormLe k (fun j => ve t j - vt t j) (ρ t)) (hb : ∀ t, 0 < b t) (hlam : 0 ≤ lam) (hg : 0 ≤ g) (hl1 : 0 ≤ l₁) (hl2 : 0 ≤ l₂)

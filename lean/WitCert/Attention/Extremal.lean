@@ -112,7 +112,7 @@ theorem Sound.attackValue_mul {s : ι → α} (hs : IsFrac s) :
 /-- **extremal, any set.** `TV ≤ a/(a + y) - α` for some set of whole tokens, `a = Σ_S w e^c`, `y = Σ_{S^c} w e^{-c}`,
 `α = Σ_S w`: the maximum over all sets is a bound.
 
-Code: `witcert_core.bounds.extremal.bound`.
+Code: `witcert_core.meter.bounds.extremal.bound`.
 `python: TV <= max(attack_value(s) for s in cell.subsets)` -/
 theorem Sound.tv_le_attack : ∃ s, IsSet s ∧ x.TV ≤ x.attackValue s := by
   have at0 := h.attack
@@ -263,7 +263,7 @@ theorem Sound.upper_at_level (R : α) (hR : ∀ t, x.r t ≤ R) {z : α} (hz : 1
 /-- **Threshold sets suffice.** For divisible tokens no attack beats a set of largest radii: for every fractional set
 `s` there are a threshold `θ` and a fraction `τ` with `F(s) ≤ F(upper θ τ)`, `F = a/(a + y) - α`.
 
-Code: `witcert_core.bounds.extremal.bound`.
+Code: `witcert_core.meter.bounds.extremal.bound`.
 `python: all(attack_value(s) <= code("extremal") for s in fractional)` -/
 theorem Sound.attack_le_upper (R : α) (hR : ∀ t, x.r t ≤ R) {s : ι → α} (hs : IsFrac s) :
     ∃ θ τ, 0 ≤ τ ∧ 0 ≤ 1 - τ ∧ x.attackValue s ≤ x.attackValue (x.upper θ τ) := by
@@ -288,7 +288,7 @@ theorem Sound.attack_le_upper (R : α) (hR : ∀ t, x.r t ≤ R) {s : ι → α}
 
 /-- **extremal.** If `B` is at least the value of every threshold set, cut tokens included, then `TV ≤ B`.
 
-Code: `witcert_core.bounds.extremal.bound`.
+Code: `witcert_core.meter.bounds.extremal.bound`.
 `python: TV <= code("extremal")` -/
 theorem Sound.tv_le_extremal (R : α) (hR : ∀ t, x.r t ≤ R) (B : α)
     (hB : ∀ θ τ, 0 ≤ τ → 0 ≤ 1 - τ → x.attackValue (x.upper θ τ) ≤ B) : x.TV ≤ B := by

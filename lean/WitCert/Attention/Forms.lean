@@ -13,7 +13,7 @@ include h
 
 /-- **eform.** `TV ≤ (A² - 1)/2` with `A = Σ p̃ e^c`.
 
-Code: `witcert_core.bounds.eform.bound`.
+Code: `witcert_core.meter.bounds.eform.bound`.
 `python: TV <= (A * A - 1) / 2 <= code("eform")` -/
 theorem tv_le_eform : x.TV ≤ (x.A * x.A - 1) / 2 := by
   have h1 : ∀ t, abs (x.a t * x.u - 1) ≤ x.A * x.r t + 0 * x.r t + -1 := fun t => by
@@ -32,7 +32,7 @@ theorem tv_le_eform : x.TV ≤ (x.A * x.A - 1) / 2 := by
 
 /-- **tanh.** If every `e^c ≤ R` then `TV ≤ (R - 1)/(R + 1)`, which is `tanh(M/2)` for `R = e^M`.
 
-Code: `witcert_core.bounds.tanh.bound`.
+Code: `witcert_core.meter.bounds.tanh.bound`.
 `python: TV <= (R - 1) / (R + 1) <= code("tanh")` -/
 theorem tv_le_tanh (R : α) (hR : ∀ t, x.r t ≤ R) : x.TV ≤ (R - 1) / (R + 1) := by
   have hAR : x.A ≤ R := h.A_le hR
@@ -100,7 +100,7 @@ theorem moment_le : x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1)) ≤ 
 
 /-- **The second moment once more**: `Σ w (a/Z - 1)² (1 - Q) ≤ Q`, so that `1/√(1 - Q)` stands for `A` where `Q < 1`.
 
-Code: `witcert_core.output.output_bound`.
+Code: `witcert_core.meter.output.output_bound`.
 `python: (1 - Q) * cell.mean([(x / cell.Z - 1) ** 2 for x in cell.a]) <= Q` -/
 theorem moment_le_left : (1 - x.Q) * x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1)) ≤ x.Q := by
   have h1 : x.mean (fun t => (x.a t * x.u - 1) * (x.a t * x.u - 1))
@@ -122,7 +122,7 @@ theorem moment_le_left : (1 - x.Q) * x.mean (fun t => (x.a t * x.u - 1) * (x.a t
 
 /-- **rms.** `TV ≤ ½ A √Q`: for any `s ≥ 0` with `Q ≤ s²`, `TV ≤ A s / 2`.
 
-Code: `witcert_core.bounds.rms.bound`.
+Code: `witcert_core.meter.bounds.rms.bound`.
 `python: (2 * TV) ** 2 <= A * A * Q <= (2 * code("rms")) ** 2` -/
 theorem tv_le_rms (s : α) (hs : 0 ≤ s) (hQ : x.Q ≤ s * s) : x.TV ≤ x.A * s / 2 := by
   refine le_div zero_lt_two (le_trans (le_of_eq (mul_comm _ _)) (le_of_sq_le (nonneg_mul (le_of_lt h.A_pos) hs) ?_))
@@ -134,7 +134,7 @@ theorem tv_le_rms (s : α) (hs : 0 ≤ s) (hQ : x.Q ≤ s * s) : x.TV ≤ x.A * 
 
 /-- **The meter may be clipped at 1**: `TV ≤ 1`.
 
-Code: `witcert_core.bounds.meter`.
+Code: `witcert_core.meter.bounds.meter`.
 `python: TV <= 1 and code("meter") <= 1` -/
 theorem tv_le_one : x.TV ≤ 1 := by
   have h1 : sum (fun t => abs (x.p t - x.w t)) x.l ≤ sum (fun t => x.p t + x.w t) x.l := sum_le x.l (fun t =>
@@ -144,7 +144,7 @@ theorem tv_le_one : x.TV ≤ 1 := by
 
 /-- **Accumulators rounded up keep the closed forms**: for `A ≤ A'` and `Q ≤ s²`, `TV ≤ (A'² - 1)/2` and `TV ≤ A' s/2`.
 
-Code: `witcert_core.accumulate.accumulate_weights` (every field is rounded outward).
+Code: `witcert_core.meter.sums.accumulate_weights` (every field is rounded outward).
 `python: A - 1 <= field("ETA") and Q <= field("Q") and TV <= ((1 + field("ETA")) ** 2 - 1) / 2 and (2 * TV) ** 2 <= (1 + field("ETA")) ** 2 * field("Q")` -/
 theorem outward_forms {A' s : α} (hA : x.A ≤ A') (hs : 0 ≤ s) (hQ : x.Q ≤ s * s) : x.TV ≤ (A' * A' - 1) / 2 ∧ x.TV ≤ A' * s / 2 := by
   constructor

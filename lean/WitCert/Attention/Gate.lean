@@ -24,7 +24,7 @@ def gateRun (ok : List β → Bool) (next : List β → List β) : Nat → List 
 /-- **The gate stops after at most #blocks rounds.** If a round takes one block off the list of unrepaired ones and the
 test accepts when none is left, the test accepts after at most as many rounds as there are blocks.
 
-Code: `witcert_core.gates.Certified`.
+Code: `witcert_core.policy.gates.Certified`.
 `python: gate(cell, tau).rounds <= gate(cell, tau).blocks and gate(cell, tau).accepted` -/
 theorem gate_stops (ok : List β → Bool) (next : List β → List β) (hnil : ok [] = true)
     (hnext : ∀ b l, (next (.cons b l)).length = l.length) (l : List β) : ok (gateRun ok next l.length l) = true := by
@@ -49,7 +49,7 @@ theorem gate_stops (ok : List β → Bool) (next : List β → List β) (hnil : 
 /-- **`certified ≤ τ` comes from the stopping test.** Whatever the repairs did, if the test accepts only states in which
 every cell's meter is at most `τ`, and every meter bounds its `TV`, the final state has `TV ≤ τ` in every cell.
 
-Code: `witcert_core.gates.Certified`, `witcert_core.gates.Combined`.
+Code: `witcert_core.policy.gates.Certified`, `witcert_core.policy.gates.Combined`.
 `python: gate(cell, tau).final.TV <= gate(cell, tau).tau` -/
 theorem certified_claim {α : Type u} [OrderedField α] {ι γ : Type w} (cell : List β → γ → Cell α ι) (meter : List β → γ → α) (τ : α)
     (hmeter : ∀ l g, (cell l g).TV ≤ meter l g) (ok : List β → Bool) (hok : ∀ l, ok l = true → ∀ g, meter l g ≤ τ)
@@ -92,7 +92,7 @@ theorem Sound.tilt_pos : 0 < x.mean (x.tilt R) := by
 
 /-- **A repaired cell is sound again**, with the new weights.
 
-Code: `witcert_core.gates.Certified` (recompute `p̃` and `c`, then evaluate again).
+Code: `witcert_core.policy.gates.Certified` (recompute `p̃` and `c`, then evaluate again).
 `python: sum(repaired.w) == 1 and all(1 <= x * v and v <= x for x, v in zip(repaired.r, repaired.a))` -/
 theorem Sound.repair_sound : (x.repair R).Sound where
   w_nonneg := fun t => div_nonneg (nonneg_mul (h.w_nonneg t) (h.tilt_nonneg R t)) (h.tilt_pos R)
@@ -117,7 +117,7 @@ theorem Sound.repair_sound : (x.repair R).Sound where
 
 /-- **Repair does not move the target**: exact attention is the same before and after.
 
-Code: `witcert_core.tv.total_variation` (`p` does not depend on what was repaired).
+Code: `witcert_core.meter.tv.total_variation` (`p` does not depend on what was repaired).
 `python: repaired.p == cell.p` -/
 theorem Sound.repair_p (t : ι) : (x.repair R).p t = x.p t := by
   have e : ∀ t, x.tilt R t * (x.repair R).a t = x.a t := fun t => by
@@ -136,7 +136,7 @@ theorem Sound.repair_p (t : ι) : (x.repair R).p t = x.p t := by
 
 /-- **When every block is repaired nothing is left**: `TV = 0`.
 
-Code: `witcert_core.gates.Certified` (all radii 0).
+Code: `witcert_core.policy.gates.Certified` (all radii 0).
 `python: all_repaired.TV == 0 and all_repaired.code("meter") == 0` -/
 theorem Sound.repair_all (hR : ∀ t, R t = true) : (x.repair R).TV = 0 :=
   (h.repair_sound R).tv_common_shift 1 (fun t => by
@@ -145,7 +145,7 @@ theorem Sound.repair_all (hR : ∀ t, R t = true) : (x.repair R).TV = 0 :=
 
 /-- **tanh never rises under repair**: a bound on the radii stays one.
 
-Code: `witcert_core.bounds.tanh.bound`.
+Code: `witcert_core.meter.bounds.tanh.bound`.
 `python: repaired.TV <= (R - 1) / (R + 1) and repaired.code("tanh") <= code("tanh")` -/
 theorem Sound.repair_tanh {M : α} (hM : ∀ t, x.r t ≤ M) : (∀ t, (x.repair R).r t ≤ M) ∧ (x.repair R).TV ≤ (M - 1) / (M + 1) := by
   have k : ∀ t, (x.repair R).r t ≤ M := fun t => by
@@ -174,7 +174,7 @@ theorem Sound.tilt_mean : x.mean (x.tilt R) = 1 - x.mean (mask R) + x.mean (fun 
 
 /-- **eform does not rise while `A ≤ 2`**: repair gives `A' ≤ A`.
 
-Code: `witcert_core.bounds.eform.bound`.
+Code: `witcert_core.meter.bounds.eform.bound`.
 `python: A > 2 or repaired.A <= A` -/
 theorem Sound.repair_A_le (hA : x.A ≤ 2) : (x.repair R).A ≤ x.A := by
   have hD := h.tilt_pos R

@@ -108,7 +108,7 @@ theorem shrink_step {U V vR vN Y ρ m φ G F : α} (hU : 0 ≤ U) (hφ : 0 ≤ �
 /-- **The extremal bound never rises under repair** (tokens divisible): every attack on the repaired cell is matched by
 an attack on the cell before.
 
-Code: `witcert_core.bounds.extremal.bound`.
+Code: `witcert_core.meter.bounds.extremal.bound`.
 `python: max(repaired.attack_value(s) for s in repaired.subsets) <= code("extremal") and repaired.code("extremal") <= code("extremal") * (1 + tiny) + tiny ** 2` -/
 theorem Sound.repair_extremal {M : α} (hM : ∀ t, x.r t ≤ M) {s : ι → α} (hs : IsFrac s) :
     ∃ s', IsFrac s' ∧ (x.repair R).attackValue s ≤ x.attackValue s' := by

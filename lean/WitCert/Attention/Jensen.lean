@@ -99,7 +99,7 @@ theorem set_point (h : x.Sound) {s : ι → α} (hs : IsSet s) (R : α) (hR : �
 
 /-- **jensen at the true set.** For the lighter side of the attack: `TV ≤ (1-α)N/(N+1-α)`.
 
-Code: `witcert_core.bounds.jensen.bound`.
+Code: `witcert_core.meter.bounds.jensen.bound`.
 `python: TV <= jensen_value(*light_side)` -/
 theorem Sound.jensen_point (h : x.Sound) (R : α) (hR : ∀ t, x.r t ≤ R) : ∃ m u, x.JensenPoint R m u := by
   have at0 := h.attack
@@ -208,7 +208,7 @@ theorem Sound.cap (h : x.Sound) {s : ι → α} (hs : IsSet s) (R : α) (hR : �
 /-- **jensen with something to spare.** The true radii `e^c` are not known, only `e^{c_t} ≤ g_t + μ x_t` with `x ≥ 0` and
 `Σ w x ≤ 1`. Then `η` and the caps of `u`, taken from `g`, grow by `μ` once, and `TV ≤ B` as in `jensen`.
 
-Code: `witcert_core.bounds.jensen.bound_fields` (`Fields.spare`), `witcert_core.bounds.joint.bound`.
+Code: `witcert_core.meter.bounds.jensen.bound_fields` (`Fields.spare`), `witcert_core.meter.bounds.joint.bound`.
 `python: TV <= spared_all.jensen_cells(16) and TV <= spared_all.code("jensen")` -/
 theorem Sound.tv_le_spare {κ : Type w} (h : x.Sound) (R' : α) (hR' : ∀ t, x.r t ≤ R') {g ξ : ι → α} {μ : α} (hμ : 0 ≤ μ)
     (hg : ∀ t, 1 ≤ g t) (hξ0 : ∀ t, 0 ≤ ξ t) (hξ : x.mean ξ ≤ 1) (hr : ∀ t, x.r t ≤ g t + μ * ξ t) (R : α) (hR : ∀ t, g t ≤ R) {η V : α}
@@ -254,7 +254,7 @@ theorem Sound.tv_le_spare {κ : Type w} (h : x.Sound) (R' : α) (hR' : ∀ t, x.
 `m₁ η + √(m₁ (1 - m₁) V)`, and let `B` be at least every interval's value at `ū = min(ub, (1 - 2 m₀ + η)/2)`. Then `TV ≤ B`,
 for `η` and `V` rounded up from `Σ w (e^c - 1)` and `Q - (Σ w (e^c - 1))²`.
 
-Code: `witcert_core.bounds.jensen.bound`, `witcert_core.bounds.jensen.gain_bound`.
+Code: `witcert_core.meter.bounds.jensen.bound`, `witcert_core.meter.bounds.jensen.gain_bound`.
 `python: TV <= jensen_cells(16) and all(jensen_value(m, u) <= code("jensen") for m, u in light_sets)` -/
 theorem Sound.tv_le_jensen {κ : Type w} (h : x.Sound) (R : α) (hR : ∀ t, x.r t ≤ R) {η V : α} (hη : x.eta ≤ η)
     (hV : x.Q - x.eta * x.eta ≤ V) (m₀ m₁ ub : κ → α) (B : α)

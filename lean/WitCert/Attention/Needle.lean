@@ -71,7 +71,7 @@ theorem rest_A {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest x i l R μ A
 /-- **Outside.** If the front token `h` is not raised, some set of the rest has mass `m`, `u = Σ w (e^c - 1)`, `a = m + u`
 and `TV + m ≤ a/(a + w_h e^{-c_h} + v)` with `v ≥ (μ - m)²/(A_r - a)`.
 
-Code: `witcert_core.bounds.needle._spared`.
+Code: `witcert_core.meter.bounds.needle._spared`.
 `python: h_raised or any(spared_point(m, u) for m, u in rest_sets)` -/
 theorem needle_outside_point {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest x i l R μ A η Q) (hi : x.raised i = 0) :
     ∃ m u, ∃ v, Reach x l μ η (μ * Q - η * η) R m u ∧ 0 ≤ v ∧ (μ - m) * (μ - m) ≤ v * (μ - m + (η - u)) ∧ 0 < m + u + (x.w i / x.r i + v) ∧
@@ -128,7 +128,7 @@ theorem needle_outside_point {i : ι} {l : List ι} {R μ A η Q : α} (hR : Res
 /-- **Inside.** If the front token is raised, the complement is a set of the rest of mass `m` with `u`, and
 `TV ≤ m N/(N + m)` with jensen's `N = mη + (1-2m)u + u(η-u)` for the whole cell's `η`.
 
-Code: `witcert_core.bounds.needle._refined` (`attacked`).
+Code: `witcert_core.meter.bounds.needle._refined` (`attacked`).
 `python: not h_raised or any(attacked_point(m, u) for m, u in rest_sets)` -/
 theorem needle_inside_point {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest x i l R μ A η Q) (hi : x.raised i = 1) :
     ∃ m u, Reach x l μ η (μ * Q - η * η) R m u ∧ u ≤ x.eta ∧ m ≤ 1 ∧ x.TV ≤ m ∧ x.TV * (jensenN x.eta m u + m) ≤ m * jensenN x.eta m u := by
@@ -187,7 +187,7 @@ theorem needle_inside_point {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest
 /-- **needle, simple.** For any token `h`: `TV ≤ A_r/(A_r + w_h e^{-c_h})`, and this is never below `1 - w_h`, so the
 maximum of the two that the code takes is its second term.
 
-Code: `witcert_core.bounds.needle._simple`.
+Code: `witcert_core.meter.bounds.needle._simple`.
 `python: TV <= A_r / (A_r + w_h / r_h) and 1 - w_h <= A_r / (A_r + w_h / r_h)` -/
 theorem tv_le_needle_simple {i : ι} {l : List ι} {R μ A η Q : α} (hR : Rest x i l R μ A η Q) :
     x.TV ≤ A / (A + x.w i / x.r i) ∧ 1 - x.w i ≤ A / (A + x.w i / x.r i) := by

@@ -40,7 +40,7 @@ theorem spared_up {x y B : α} (hxy : 0 ≤ (y - x) * slopeK k P R h b x y) (hD 
 /-- **The root of the code.** With `ρ² = M² - L C`, `ρ ≥ 0`, the number `t₀ = C/(M + ρ)` is the first root of the slope
 `L t² - 2M t + C`, in the sense that `spared_three` needs.
 
-Code: `witcert_core.bounds.needle._spared` (`b * tail / (middle + root)`).
+Code: `witcert_core.meter.bounds.needle._spared` (`b * tail / (middle + root)`).
 `python: all(slope_at_root(*interval(j, 4)) <= tiny for j in range(4))` -/
 theorem spared_root {L M C ρ : α} (hρ : 0 ≤ ρ) (hp : 0 < M + ρ) (hroot : ρ * ρ = M * M - L * C) :
     L * (C / (M + ρ) * (C / (M + ρ))) - M * (C / (M + ρ) + C / (M + ρ)) + C = 0 ∧ L * (C / (M + ρ)) ≤ M := by
@@ -56,7 +56,7 @@ theorem spared_root {L M C ρ : α} (hρ : 0 ≤ ρ) (hp : 0 < M + ρ) (hroot : 
 clipped root `c`: `c = hi` if the first root is at or beyond `hi`, `c = lo` if at or before `lo`, else the root itself; or
 there is no root at all (`M² < L C`).
 
-Code: `witcert_core.bounds.needle._spared` (`gain(eta_r)`, `gain(e_min)`, `gain(inside)`).
+Code: `witcert_core.meter.bounds.needle._spared` (`gain(eta_r)`, `gain(e_min)`, `gain(inside)`).
 `python: all(spared(*interval(j, 4), lo + x * (hi - lo)) <= max(spared_candidates(*interval(j, 4))) * (1 + tiny) for j in range(4) for lo, hi in [spared_range(*interval(j, 4))] for x in shares)` -/
 theorem spared_three {lo hi t₀ B : α} (hkh : 0 ≤ k + h) (hlo : 0 ≤ lo) (hD : ∀ t, lo ≤ t → t ≤ hi → 0 < sparedD R b t)
     (hF : 0 ≤ P + h * R - (k + h) * hi) (hlh : lo ≤ hi)
@@ -330,7 +330,7 @@ theorem Cell.Sound.tv_le_needle_caps {ι κ : Type v} {x : Cell α ι} (h : x.So
 every interval, with `h` attacked (`m₁ N̄/(m₁ + N̄)`) and with `h` spared (the largest `N(t)/D(t)`), then `TV ≤ B`, for
 accumulators rounded outward: `η`, `W`, `η'` up, `y = w_h e^{-c_h}` down, `f = w_h(1 - e^{-c_h})` up.
 
-Code: `witcert_core.bounds.needle.bound`, `witcert_core.bounds.needle._refined`.
+Code: `witcert_core.meter.bounds.needle.bound`, `witcert_core.meter.bounds.needle._refined`.
 `python: TV <= needle_intervals(16) and TV <= code("needle")` -/
 theorem Cell.Sound.tv_le_needle {ι κ : Type v} {x : Cell α ι} (h : x.Sound) {i : ι} {l : List ι} {R μ A η₀ Q : α}
     (hR : Rest x i l R μ A η₀ Q) (hR1 : 1 ≤ R) (hμ : 0 < μ) {η W y f η' : α} (hη : η₀ ≤ η) (hW : μ * Q - η₀ * η₀ ≤ W)
@@ -343,7 +343,7 @@ theorem Cell.Sound.tv_le_needle {ι κ : Type v} {x : Cell α ι} (h : x.Sound) 
 /-- **needle with something to spare.** Of the rest only `e^{c_t} ≤ g_t + μ' x_t` is known, with `x ≥ 0` and `Σ w x ≤ 1`; the heaviest token
 has a radius of its own. `η`, `η'` and the caps of `u`, taken from `g`, grow by `μ'` once, and `TV ≤ B` as in `needle`.
 
-Code: `witcert_core.bounds.needle.bound_fields` (`Fields.spare`), `witcert_core.bounds.joint.bound`.
+Code: `witcert_core.meter.bounds.needle.bound_fields` (`Fields.spare`), `witcert_core.meter.bounds.joint.bound`.
 `python: TV <= spared_rest.needle_intervals(16) and TV <= spared_rest.code("needle")` -/
 theorem Cell.Sound.tv_le_needle_spare {ι κ : Type v} {x : Cell α ι} (h : x.Sound) {i : ι} {l : List ι} {R' R μ A η₀ Q A' η₁ Q' : α}
     (hR : Rest x i l R' μ A η₀ Q) {g ξ : ι → α} {μ' : α} (hμ' : 0 ≤ μ') (hg : ∀ t, 1 ≤ g t) (hξ0 : ∀ t, 0 ≤ ξ t)

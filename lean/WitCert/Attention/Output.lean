@@ -30,7 +30,7 @@ theorem sum_eq_zero_all {f : ι → α} (hf : ∀ i, 0 ≤ f i) (l : List ι) (h
 
 /-- **Diameter from a centre.** `‖ṽ_t - c‖ ≤ r` for all `t` gives `‖ṽ_s - ṽ_t‖ ≤ 2r`, for any centre `c`.
 
-Code: `witcert_core.layout.AccField.V_RADIUS`.
+Code: `witcert_core.meter.sums.AccField.V_RADIUS`.
 `python: all(norm_sq(sub(x, v)) <= (2 * v_radius) ** 2 for x in values for v in values)` -/
 theorem diam_le_centre (k : List κ) (v : ι → κ → α) (c : κ → α) (r : α) (h : ∀ t, NormLe k (fun j => v t j - c j) r) (s t : ι) :
     NormLe k (fun j => v s j - v t j) (2 * r) :=
@@ -40,7 +40,7 @@ theorem diam_le_centre (k : List κ) (v : ι → κ → α) (c : κ → α) (r :
 /-- **The value radius of INT8.** Channels of group `g` have `|ṽ - v| ≤ s_g/2`; with at most `N` channels a group,
 `ρ² ≥ Σ_g N (s_g/2)²` is enough: `ρ = ½√(Σ_g 32 s_g²)`.
 
-Code: `witcert_core.output.output_bound` (`RHO1` of the INT8 cache).
+Code: `witcert_core.meter.output.output_bound` (`RHO1` of the INT8 cache).
 `python: norm_sq(residual) <= sum(len(group(residual, j)) * (steps[j] / 2) ** 2 for j in groups)` -/
 theorem value_radius (groups : List ι) (chan : ι → List κ) (e : ι → κ → α) (s : ι → α) (N : α)
     (hs : ∀ g, 0 ≤ s g) (he : ∀ g j, abs (e g j) ≤ s g / 2) (hN : ∀ g, sum (fun _ => (1 : α)) (chan g) ≤ N) :
@@ -60,7 +60,7 @@ theorem tv_nonneg (p w : ι → α) (l : List ι) : 0 ≤ tv p w l := div_nonneg
 /-- **Triangle inequality**: `TV(p, ŵ) ≤ TV(p, w) + TV(w, ŵ)`. Weights that the kernel used but the meter did not see add
 their own distance.
 
-Code: `witcert_core.meter.measure` (unfused: the kernel's distance is a last term).
+Code: `witcert_core.meter.measure.measure` (unfused: the kernel's distance is a last term).
 `python: tv(head.cell.p, w2) <= tv(head.cell.p, head.cell.w) + tv(head.cell.w, w2)` -/
 theorem tv_triangle (p w w' : ι → α) (l : List ι) : tv p w' l ≤ tv p w l + tv w w' l := by
   have h : sum (fun t => abs (p t - w' t)) l ≤ sum (fun t => abs (p t - w t)) l + sum (fun t => abs (w t - w' t)) l := by
@@ -73,7 +73,7 @@ theorem tv_triangle (p w w' : ι → α) (l : List ι) : tv p w' l ≤ tv p w l 
 /-- **The floor of a sketched cell**: `TV(ŵ, w) - TV(p, ŵ) ≤ TV(p, w)`. With `ŵ` the weights of the corrected keys, the first
 term is computed and the second bounded, so damage can be certain.
 
-Code: `witcert_core.cells.bounds_of` (`floor`).
+Code: `witcert_core.meter.cells.bounds_of` (`floor`).
 `python: tv(w2, head.cell.w) - tv(head.cell.p, w2) <= tv(head.cell.p, head.cell.w)` -/
 theorem tv_floor (p w w' : ι → α) (l : List ι) : tv w' w l - tv p w' l ≤ tv p w l := by
   have hs : tv w' p l = tv p w' l :=
@@ -100,7 +100,7 @@ theorem parts_nonneg (d : α) : 0 ≤ (abs d + d) / 2 ∧ 0 ≤ (abs d - d) / 2 
 
 /-- **Moving mass inside a set of diameter `D`** moves the mean by at most `TV·D`: `‖Σ (p - w) v‖ ≤ TV(p, w)·D`.
 
-Code: `witcert_core.output.output_bound` (and its `extra_tv`).
+Code: `witcert_core.meter.output.output_bound` (and its `extra_tv`).
 `python: norm_sq(mean_shift) <= (head.cell.TV * diam) ** 2` -/
 theorem transport {p w : ι → α} {l : List ι} (hs : sum p l = sum w l) (k : List κ) (v : ι → κ → α) (D : α)
     (hD : ∀ s t, NormLe k (fun j => v s j - v t j) D) (hD0 : 0 ≤ D) :
@@ -174,7 +174,7 @@ theorem output_split (k : List κ) (vt ve : ι → κ → α) {X Y : α}
 
 /-- **Output bound, diameter form.** `‖o - õ‖ ≤ TV·(diam ṽ + max ρ - min ρ) + Σ w ρ`.
 
-Code: `witcert_core.output.output_bound`.
+Code: `witcert_core.meter.output.output_bound`.
 `python: norm_sq(output_error) <= (head.cell.TV * (diam + max(rho) - min(rho)) + dot(head.cell.w, rho)) ** 2` -/
 theorem Sound.output_diam (k : List κ) (vt ve : ι → κ → α) (ρ : ι → α) (D ρmax ρmin : α) (hD0 : 0 ≤ D)
     (hD : ∀ s t, NormLe k (fun j => vt s j - vt t j) D) (hρ : ∀ t, NormLe k (fun j => ve t j - vt t j) (ρ t))
@@ -216,7 +216,7 @@ theorem Sound.moment_shift (f : ι → α) :
 /-- **Output bound, covariance form, with both of its roots.**
 `‖o - õ‖ ≤ √Q·min(A, 1/√(1 - Q))·(√(Σ w‖ṽ‖² - ‖õ‖²) + √(Σ w ρ² - (Σ w ρ)²)) + Σ w ρ`; `g`, `σ`, `τ` stand for the three roots.
 
-Code: `witcert_core.output.output_bound`.
+Code: `witcert_core.meter.output.output_bound`.
 `python: norm_sq(output_error) <= (sqrt_up(head.cell.spread_sq) * (sqrt_up(cov_v) + sqrt_up(cov_rho)) + dot(head.cell.w, rho)) ** 2 and norm_sq(output_error) <= code_output ** 2` -/
 theorem Sound.output_cov (k : List κ) (vt ve : ι → κ → α) (ρ : ι → α) (g σ τ : α) (hg : 0 ≤ g) (hσ : 0 ≤ σ) (hτ : 0 ≤ τ)
     (hρ : ∀ t, NormLe k (fun j => ve t j - vt t j) (ρ t)) (hg2 : x.A * x.A * x.Q ≤ g * g ∨ (x.Q < 1 ∧ x.Q ≤ (1 - x.Q) * (g * g)))

@@ -15,7 +15,7 @@ variable {α : Type u} [OrderedField α] {ι : Type v} {κ : Type w}
 
 /-- **Lost mass.** Weights rounded with `|s_t - w_t| ≤ u w_t + b_t` have a sum within `u Σ w + Σ b` of `Σ w`.
 
-Code: `witcert_core.kernel_error.mass_error`, `witcert_core.kernel_error.lost_weight`.
+Code: `witcert_core.meter.kernel_error.mass_error`, `witcert_core.meter.kernel_error.lost_weight`.
 `python: abs(sum(served) - 1) <= cast_unit + sum(cast_least) <= code_mass_error` -/
 theorem lost_mass {w s b : ι → α} {u : α} (l : List ι) (h : ∀ t, abs (s t - w t) ≤ u * w t + b t) :
     abs (sum s l - sum w l) ≤ u * sum w l + sum b l := by
@@ -57,7 +57,7 @@ theorem inv_near {S θ : α} (h : abs (S - 1) ≤ θ) (hθ : θ < 1) : abs (S⁻
 /-- **A sum that is off as well**: cast weights are divided by a sum that is itself off by a share `a`;
 `|c| ≤ u` and `|δ| ≤ a < 1` give `|(1 + c)/(1 + δ) - 1| ≤ (1 + u)/(1 - a) - 1`.
 
-Code: `witcert_core.kernel_error.mass_error`.
+Code: `witcert_core.meter.kernel_error.mass_error`.
 `python: all(abs((1 + c) / (1 + d) - 1) <= (1 + cast_unit) / (1 - delta) - 1 for c in (-cast_unit, 0, cast_unit) for d in (-delta, 0, delta))` -/
 theorem mass_quotient {c δ u a : α} (hc : abs c ≤ u) (hδ : abs δ ≤ a) (ha : a < 1) : abs ((1 + c) / (1 + δ) - 1) ≤ (1 + u) / (1 - a) - 1 := by
   have hv := pos_of_sub ha
@@ -93,7 +93,7 @@ theorem mass_quotient {c δ u a : α} (hc : abs c ≤ u) (hδ : abs δ ≤ a) (h
 /-- **What lost mass costs the output**: if the served weights sum to 1 within `θ`, what is served is within `θ` times the norm
 of the mean with the same weights normalised.
 
-Code: `witcert_core.kernel_error.output_error` (`theta`).
+Code: `witcert_core.meter.kernel_error.output_error` (`theta`).
 `python: norm_sq(sub(average(served, values), average(share(served), values))) <= lost ** 2 * norm_sq(average(share(served), values))` -/
 theorem lost_output {s : ι → α} {l : List ι} {θ M : α} (hs : abs (sum s l - 1) ≤ θ) (hS : 0 < sum s l) (k : List κ) (vt : ι → κ → α)
     (hM : NormLe k (fun j => sum (fun t => share s l t * vt t j) l) M) :
@@ -104,7 +104,7 @@ theorem lost_output {s : ι → α} {l : List ι} {θ M : α} (hs : abs (sum s l
 
 /-- **The same by the norm of what is served**: within `θ/(1 - θ)` of it.
 
-Code: `witcert_core.kernel_error.output_error`.
+Code: `witcert_core.meter.kernel_error.output_error`.
 `python: norm_sq(sub(average(share(served), values), average(served, values))) <= (lost / (1 - lost)) ** 2 * norm_sq(average(served, values))` -/
 theorem lost_output_served {s : ι → α} {l : List ι} {θ N : α} (hs : abs (sum s l - 1) ≤ θ) (hθ : θ < 1) (k : List κ) (vt : ι → κ → α)
     (hN : NormLe k (fun j => sum (fun t => s t * vt t j) l) N) :
@@ -114,7 +114,7 @@ theorem lost_output_served {s : ι → α} {l : List ι} {θ N : α} (hs : abs (
 /-- **A cast moves the normalised weights** by a TV of at most `θ`, where `Σ |s - w| ≤ θ`: the weights of an engine's own
 kernel beside those the meter computes again.
 
-Code: `witcert_core.kernel_error.weight_error`.
+Code: `witcert_core.meter.kernel_error.weight_error`.
 `python: tv(share(served), head.cell.w) <= lost` -/
 theorem cast_tv {w s : ι → α} {l : List ι} {θ : α} (hs0 : ∀ t, 0 ≤ s t) (hw : sum w l = 1)
     (hd : sum (fun t => abs (s t - w t)) l ≤ θ) (hθ : θ < 1) : tv (share s l) w l ≤ θ := by
@@ -136,7 +136,7 @@ theorem cast_tv {w s : ι → α} {l : List ι} {θ : α} (hs0 : ∀ t, 0 ≤ s 
 
 /-- **A rounded output**: channels with `|y_j - o_j| ≤ υ |o_j| + λ`, at most `R²` of them, move it by at most `υ ‖o‖ + R λ`.
 
-Code: `witcert_core.kernel_error.output_error` (`output_unit`, `output_least`).
+Code: `witcert_core.meter.kernel_error.output_error` (`output_unit`, `output_least`).
 `python: norm_sq(sub(rounded(average(served, values)), average(served, values))) <= (cast_unit * sqrt_up(norm_sq(average(served, values))) + sqrt_up(Fraction(3)) * output_least) ** 2` -/
 theorem rounded_output (k : List κ) (y o : κ → α) {υ lam R N : α} (hυ : 0 ≤ υ) (hlam : 0 ≤ lam) (hR : 0 ≤ R)
     (hk : sum (fun _ => (1 : α)) k ≤ R * R) (hy : ∀ j, abs (y j - o j) ≤ υ * abs (o j) + lam) (hN : NormLe k o N) :
@@ -156,7 +156,7 @@ theorem rounded_output (k : List κ) (y o : κ → α) {υ lam R N : α} (hυ : 
 /-- **The norm of the normalised mean**: with `n ≥ ‖Σ w ṽ‖`, a TV of at most `E` between `w` and the served weights normalised, the
 diameter `D` and `V ≥ ‖ṽ_t‖`, it is at most `n + E·D` and at most `V`.
 
-Code: `witcert_core.kernel_error.output_error` (`before`).
+Code: `witcert_core.meter.kernel_error.output_error` (`before`).
 `python: norm_sq(average(share(served), values)) <= min(sqrt_up(norm_sq(average(head.cell.w, values))) + tv(share(served), head.cell.w) * diam, max(distances([0, 0, 0]))) ** 2` -/
 theorem served_mean {w s : ι → α} {l : List ι} {E D n V : α} (hw : sum w l = 1) (hs0 : ∀ t, 0 ≤ s t) (hS : 0 < sum s l)
     (hE : tv w (share s l) l ≤ E) (k : List κ) (vt : ι → κ → α) (hD0 : 0 ≤ D) (hD : ∀ s t, NormLe k (fun j => vt s j - vt t j) D)
@@ -184,7 +184,7 @@ theorem served_mean {w s : ι → α} {l : List ι} {E D n V : α} (hw : sum w l
 of `w`; its sum over values is off by `e`, `‖e‖ ≤ σ`, and each of at most `R²` channels of the result is rounded. With `B ≥ ‖Σ ŵ ṽ‖`
 and the diameter `D`, `‖õ - Σ w ṽ‖ ≤ E·D + θ B + σ + υ((1 + θ) B + σ) + R λ`.
 
-Code: `witcert_core.kernel_error.output_error`, `witcert_core.kernel_error.attention_error`.
+Code: `witcert_core.meter.kernel_error.output_error`, `witcert_core.meter.kernel_error.attention_error`.
 `python: norm_sq(sub(rounded(average(served, values)), average(head.cell.w, values))) <= code_kernel_error ** 2` -/
 theorem kernel_output {w s : ι → α} {l : List ι} {θ E D B σ υ lam R : α} (hs : abs (sum s l - 1) ≤ θ) (hS : 0 < sum s l)
     (k : List κ) (vt : ι → κ → α) (hm : NormLe k (fun j => sum (fun t => share s l t * vt t j) l - sum (fun t => w t * vt t j) l) (E * D))
@@ -220,7 +220,7 @@ theorem Sound.served_near (_ : u < 1) : abs (sum (x.served e) x.l - 1) ≤ u := 
 include hu
 /-- **A cast adds to the radius**: the cell of the cast weights, with `e^c/(1 - u)` for `e^c`, is sound.
 
-Code: `witcert_core.kernel_error.kernel_radius` (`cast_radius` covers `-ln(1 - u)`).
+Code: `witcert_core.meter.kernel_error.kernel_radius` (`cast_radius` covers `-ln(1 - u)`).
 `python: all(1 <= r * a / (1 - cast_unit) / (1 + e) and a / (1 + e) <= r / (1 - cast_unit) for r, a, e in zip(head.cell.r, head.cell.a, cast_errors))` -/
 theorem Sound.cast_sound : (x.cast e u).Sound := by
   have hp := fun t => one_add_pos (he t) hu
@@ -246,7 +246,7 @@ theorem Sound.cast_sound : (x.cast e u).Sound := by
       (mul_le_mul_left (div_nonneg (le_of_lt (h.r_pos t)) hv) (hp t).1)
 /-- **A cast does not move the target**: exact attention is the same.
 
-Code: `witcert_core.tv.total_variation`.
+Code: `witcert_core.meter.tv.total_variation`.
 `python: close(tilted(share(served_relative), [a / (1 + e) for a, e in zip(head.cell.a, cast_errors)]), head.cell.p)` -/
 theorem Sound.cast_p (t : ι) : (x.cast e u).p t = x.p t := by
   have hc := h.cast_sound he hu
@@ -268,7 +268,7 @@ theorem Sound.cast_p (t : ι) : (x.cast e u).p t = x.p t := by
 /-- **Output bound with lost mass.** Whatever bounds `‖o - Σ ŵ ṽ‖` for the cell of the cast weights, what is served is
 within `u/(1 - u)·‖õ‖` more of exact attention: `‖o - õ‖ ≤ X + u/(1 - u)·‖õ‖`.
 
-Code: `witcert_core.kernel_error.output_error`.
+Code: `witcert_core.meter.kernel_error.output_error`.
 `python: norm_sq(sub(exact_output, average(served_relative, values))) <= (sqrt_up(norm_sq(sub(exact_output, average(share(served_relative), values)))) + cast_unit / (1 - cast_unit) * sqrt_up(norm_sq(average(served_relative, values)))) ** 2` -/
 theorem Sound.output_served (k : List κ) (vt ve : ι → κ → α) {X N : α}
     (hX : NormLe k (fun j => sum (fun t => (x.cast e u).p t * ve t j) x.l - sum (fun t => (x.cast e u).w t * vt t j) x.l) X)

@@ -15,7 +15,7 @@ section
 variable {α : Type u} [OrderedField α]
 /-- **A 1-Lipschitz map keeps a radius.**
 
-Code: `witcert_core.tv.attention_logits` (a soft cap leaves `c` as it is).
+Code: `witcert_core.meter.tv.attention_logits` (a soft cap leaves `c` as it is).
 `python: abs(clip(z_tilde[0]) - clip(z[0])) <= c[0]` -/
 theorem lipschitz_keeps_radius {f : α → α} (hf : ∀ x y, abs (f x - f y) ≤ abs (x - y)) {z zt c : α} (hc : abs (zt - z) ≤ c) :
     abs (f zt - f z) ≤ c := le_trans (hf zt z) hc
@@ -28,12 +28,12 @@ theorem lipschitz_scale {f : α → α} (hf : ∀ x y, abs (f x - f y) ≤ abs (
   exact congrArg abs (eq_lin (mul_inv_cancel hC) (x - y) (by ring))
 /-- **A bias common to both logits cancels** (ALiBi, any additive mask).
 
-Code: `witcert_core.radii.radius_witness` (no term for ALiBi).
+Code: `witcert_core.cache.radii.radius_witness` (no term for ALiBi).
 `python: (z_tilde[0] + bias) - (z[0] + bias) == z_tilde[0] - z[0]` -/
 theorem bias_cancels (z zt b : α) : (zt + b) - (z + b) = zt - z := by ring
 /-- **A query that is quantized too** adds its own error: `|⟨q̃,k̃⟩ - ⟨q,k⟩| ≤ |⟨q,k̃ - k⟩| + |⟨q̃ - q, k̃⟩|`.
 
-Code: `witcert_core.radii.radius_witness` (a quantized query adds this term).
+Code: `witcert_core.cache.radii.radius_witness` (a quantized query adds this term).
 `python: abs(dot(q_tilde, k_tilde) - dot(q, k)) <= abs(dot(q, sub(k_tilde, k))) + abs(dot(sub(q_tilde, q), k_tilde))` -/
 theorem quantized_query {κ : Type v} (l : List κ) (q qt k kt : κ → α) :
     abs (sum (fun j => qt j * kt j) l - sum (fun j => q j * k j) l)
@@ -46,7 +46,7 @@ end
 variable {α : Type u} [ExpField α] {ι : Type v}
 /-- **The logit softcap keeps a radius** (Archimedean fields): `|C tanh(z̃/C) - C tanh(z/C)| ≤ c`.
 
-Code: `witcert_core.tv.attention_logits` (`logits_soft_cap`).
+Code: `witcert_core.meter.tv.attention_logits` (`logits_soft_cap`).
 `python: abs(softcap(z_tilde[0]) - softcap(z[0])) <= c[0] + tiny` -/
 theorem softcap_keeps_radius (arch : ∀ y : α, ∃ n, y ≤ ofNat n) {C z zt c : α} (hC : 0 < C) (hc : abs (zt - z) ≤ c) :
     abs (C * tanh (zt / C) - C * tanh (z / C)) ≤ c :=
@@ -68,7 +68,7 @@ theorem softmax_sum (z : ι → α) (i : ι) (l : List ι) : sum (softmax z (.co
 
 /-- **A common shift of the logits cancels.**
 
-Code: `witcert_core.accumulate.accumulate` (log-sum-exp).
+Code: `witcert_core.meter.sums.accumulate` (log-sum-exp).
 `python: close(softmax([x + bias for x in z]), softmax(z))` -/
 theorem softmax_shift (z : ι → α) (s : α) (i : ι) (l : List ι) (t : ι) :
     softmax (fun t => z t + s) (.cons i l) t = softmax z (.cons i l) t := by
@@ -90,7 +90,7 @@ def ofLogits (i : ι) (l : List ι) (z zt c : ι → α) : Cell α ι where
 
 /-- **Softmax weights with valid radii are a sound cell.**
 
-Code: `witcert_core.accumulate.accumulate`.
+Code: `witcert_core.meter.sums.accumulate`.
 `python: sum(head.cell.w) == 1 and all(1 <= x * y and y <= x for x, y in zip(head.cell.r, head.cell.a))` -/
 theorem ofLogits_sound (i : ι) (l : List ι) (z zt c : ι → α) (hc : ∀ t, abs (zt t - z t) ≤ c t) : (ofLogits i l z zt c).Sound where
   w_nonneg := softmax_nonneg zt i l
@@ -104,7 +104,7 @@ theorem ofLogits_sound (i : ι) (l : List ι) (z zt c : ι → α) (hc : ∀ t, 
 
 /-- **The cell's `p` is the exact softmax**: `p̃ e^{-ε}/Σ p̃ e^{-ε} = softmax z`.
 
-Code: `witcert_core.tv.total_variation`.
+Code: `witcert_core.meter.tv.total_variation`.
 `python: close(head.cell.p, softmax(z))` -/
 theorem ofLogits_p (i : ι) (l : List ι) (z zt c : ι → α) (hc : ∀ t, abs (zt t - z t) ≤ c t) (t : ι) :
     (ofLogits i l z zt c).p t = softmax z (.cons i l) t := by
@@ -125,7 +125,7 @@ theorem ofLogits_p (i : ι) (l : List ι) (z zt c : ι → α) (hc : ∀ t, abs 
 
 /-- **A sink is a token of radius 0**: a logit that both sides share has `r = a = 1`.
 
-Code: `witcert_core.accumulate.accumulate` (`sink_logits`).
+Code: `witcert_core.meter.sums.accumulate` (`sink_logits`).
 `python: abs(eta_with_sink - eta_with_free_token) <= tiny * eta_with_free_token` -/
 theorem sink_ratio (i : ι) (l : List ι) (z zt c : ι → α) (s : ι) (hs : zt s = z s) (hcs : c s = 0) :
     (ofLogits i l z zt c).r s = 1 ∧ (ofLogits i l z zt c).a s = 1 := by
@@ -139,7 +139,7 @@ namespace WitCert.Cell
 variable {α : Type u} [OrderedField α] {ι : Type v} {x : Cell α ι}
 /-- **A common error of all logits moves nothing**: if every ratio is the same `κ`, then `TV = 0`.
 
-Code: `witcert_core.tv.total_variation_of_errors`.
+Code: `witcert_core.meter.tv.total_variation_of_errors`.
 `python: tv(w, tilted(w, [kappa for _ in w])) == 0` -/
 theorem Sound.tv_common_shift (h : x.Sound) (κ : α) (hk : ∀ t, x.a t = κ) : x.TV = 0 := by
   have hZ : x.Z = κ := (x.mean_congr hk).trans (h.mean_const κ)

@@ -15,7 +15,7 @@ variable {α : Type u} [OrderedField α]
 `b d - a e = m s²`, `b = …` free. If `c` has `z(c) = s`, or `z(c) ≤ s` with `λ ≤ c`, or `s ≤ z(c)` with `c ≤ λ`, then
 `(a + λb)/z(λ) - λm ≤ (a + cb)/z(c) - cm`.
 
-Code: `witcert_core.bounds.extremal._split`.
+Code: `witcert_core.meter.bounds.extremal._split`.
 `python: all(attack_value(upper(x, s)) <= attack_value(upper(x, best_tau(x))) + tiny for x in set(r) for s in shares)` -/
 theorem split_best {a b d e m s l c : α} (hm : 0 ≤ m) (he : 0 ≤ e) (hs : 0 ≤ s) (hroot : b * d - a * e = m * (s * s))
     (hzl : 0 < d + l * e) (hzc : 0 < d + c * e)
@@ -53,7 +53,7 @@ include h
 /-- **One value per radius is enough for the sweep.** At the threshold `θ` (with `i = 1/θ`), let `a`, `y` be the sums with
 the tokens at `θ` lowered, `μ` their mass, `s² = θ y + a/θ`; the clipped share `c` is at least as good as any other.
 
-Code: `witcert_core.bounds.extremal.bound`.
+Code: `witcert_core.meter.bounds.extremal.bound`.
 `python: all(attack_value(upper(x, s)) <= attack_value(upper(x, best_tau(x))) + tiny for x in set(r) for s in shares) and max(attack_value(upper(x, best_tau(x))) for x in r) <= code("extremal")` -/
 theorem Sound.upper_best {θ i s c τ : α} (hi : θ * i = 1) (hθ : 1 ≤ θ) (hs : 0 ≤ s)
     (hroot : s * s = θ * x.lo (x.upper θ 0) + x.up (x.upper θ 0) * i)

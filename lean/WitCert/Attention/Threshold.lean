@@ -163,7 +163,7 @@ theorem Sound.reach_between {z : α} (k : List ι) : ∀ θ₀ θ₁ : α, θ₀
 
 /-- **Threshold sets reach every `Z`** between all tokens lowered and all tokens raised.
 
-Code: `witcert_core.bounds.extremal.bound` (the sweep).
+Code: `witcert_core.meter.bounds.extremal.bound` (the sweep).
 `python: z_of(threshold(target)) == target` -/
 theorem Sound.threshold_reaches (R : α) (hR : ∀ t, x.r t ≤ R) {z : α} (h0 : x.mean (fun t => (x.r t)⁻¹) ≤ z) (h1 : z ≤ x.A) :
     ∃ θ τ, 0 ≤ τ ∧ 0 ≤ 1 - τ ∧ x.up (x.upper θ τ) + x.lo (x.upper θ τ) = z := by

@@ -44,7 +44,7 @@ theorem Cell.visible_mean (x : Cell α ι) (seen : ι → Bool) (h0 : ∀ t, see
 /-- **Tokens outside both sums do not matter.** With weight 0 on the tokens that are not seen, a cell is sound without them,
 and its exact weights, its sums and its `TV` are the same, whatever radius these tokens had.
 
-Code: `witcert_core.cells.sum_terms` (logit -inf), `witcert_core.side_by_side.SideBySide`.
+Code: `witcert_core.meter.cells.sum_terms` (logit -inf), `witcert_core.meter.batching.SideBySide`.
 `python: padded.TV == TV and padded.A == A and padded.Q == Q and padded.p[: cell.S] == cell.p` -/
 theorem Cell.Sound.unseen_tokens {x : Cell α ι} (h : x.Sound) (seen : ι → Bool) (h0 : ∀ t, seen t = false → x.w t = 0) :
     (x.visible seen).Sound ∧ (∀ t, (x.visible seen).p t = x.p t) ∧ (x.visible seen).A = x.A ∧ (x.visible seen).Q = x.Q ∧
@@ -66,7 +66,7 @@ def inWindow (seen : ι → Bool) (w : ι → α) (l : List ι) (t : ι) : α :=
 /-- **A window that the engine does not attend.** If the engine leaves out tokens that the meter counts (or the reverse), the
 `TV` between the two is exactly the weight of these tokens, whatever the radii.
 
-Code: `witcert_core.meter.measure_rows` (`window_left`).
+Code: `witcert_core.meter.measure.measure_rows` (`window_left`).
 `python: tv([x / (1 - head.cell.w[0]) if t else Fraction(0) for t, x in enumerate(head.cell.w)], head.cell.w) == head.cell.w[0]` -/
 theorem window_mass {w : ι → α} {l : List ι} (seen : ι → Bool) (hw : ∀ t, 0 ≤ w t) (hs : sum w l = 1) (hM : 0 < sum w (keep seen l)) :
     tv (inWindow seen w l) w l = 1 - sum w (keep seen l) := by

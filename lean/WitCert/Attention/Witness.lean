@@ -46,14 +46,14 @@ theorem NormLe.zero (k : List κ) : NormLe k (fun _ => (0 : α)) 0 :=
 
 /-- **Rounding a norm up keeps the bound.**
 
-Code: `witcert_core.witness.encode_norm_up` (uint8 codes, rounded up).
+Code: `witcert_core.cache.norm_codes.encode_norm_up` (uint8 codes, rounded up).
 `python: all(norm_sq(band(d, b)) <= witness(d)[b] ** 2 for b in bands)` -/
 theorem NormLe.round_up {k : List κ} {v : κ → α} {ρ σ : α} (hv : NormLe k v ρ) (h : ρ ≤ σ) : NormLe k v σ :=
   ⟨le_trans hv.1 h, le_trans hv.2 (mul_le_mul hv.1 (le_trans hv.1 h) h h)⟩
 
 /-- **Re-quantizing adds its rounding**: from `‖k̃ - k‖ ≤ w` and `‖k̃' - k̃‖ ≤ w'` follows `‖k̃' - k‖ ≤ w + w'`.
 
-Code: `witcert_core.witness.value_codes`, `witcert_core.witness.witness_codes` (an entry written again).
+Code: `witcert_core.cache.norm_codes.value_codes`, `witcert_core.cache.norm_codes.witness_codes` (an entry written again).
 `python: norm_sq(sub(k_again, k)) <= (value_witness(sub(k_tilde, k)) + value_witness(sub(k_again, k_tilde))) ** 2` -/
 theorem requantize_adds (k : List κ) (x y y' : κ → α) {ρ σ : α} (h1 : NormLe k (fun j => y j - x j) ρ)
     (h2 : NormLe k (fun j => y' j - y j) σ) : NormLe k (fun j => y' j - x j) (ρ + σ) :=
@@ -62,7 +62,7 @@ theorem requantize_adds (k : List κ) (x y y' : κ → α) {ρ σ : α} (h1 : No
 /-- **A residual bounded per channel.** `|v_j| ≤ e` on channels whose number is at most `n²` gives `‖v‖ ≤ n e`: the
 group witness of the INT8 layout (`n = √32`, `e = s/2`).
 
-Code: `witcert_core.dither.decode_group_witness` (code 255 is this radius).
+Code: `witcert_core.quantizers.dither.decode_group_witness` (code 255 is this radius).
 `python: all(norm_sq(group(residual, j)) <= len(group(residual, j)) * (steps[j] / 2) ** 2 for j in groups)` -/
 theorem group_norm (k : List κ) (v : κ → α) {e n : α} (he : 0 ≤ e) (hn : 0 ≤ n) (hv : ∀ j, abs (v j) ≤ e)
     (hk : sum (fun _ => (1 : α)) k ≤ n * n) : NormLe k v (n * e) := by
@@ -77,7 +77,7 @@ theorem group_norm (k : List κ) (v : κ → α) {e n : α} (he : 0 ≤ e) (hn :
 
 /-- **Band Cauchy–Schwarz.** `|Σ_b ⟨q_b, d_b⟩| ≤ Σ_b ‖q_b‖ w_b`.
 
-Code: `witcert_core.radii.radius_witness`.
+Code: `witcert_core.cache.radii.radius_witness`.
 `python: abs(dot(q, d)) <= sum(q_norms[b] * witness(d)[b] for b in bands)` -/
 theorem abs_bands_le (bands : List ι) (k : ι → List κ) (q d : ι → κ → α) (n w : ι → α)
     (hn : ∀ b, NormLe (k b) (q b) (n b)) (hw : ∀ b, NormLe (k b) (d b) (w b)) :
@@ -86,7 +86,7 @@ theorem abs_bands_le (bands : List ι) (k : ι → List κ) (q d : ι → κ →
 
 /-- **The radius of tier W.** With `z = scale·⟨q, k⟩` and `z̃ = scale·⟨q, k̃⟩`, `|z̃ - z| ≤ |scale| Σ_b ‖q_b‖ w_b`.
 
-Code: `witcert_core.radii.radius_witness`.
+Code: `witcert_core.cache.radii.radius_witness`.
 `python: abs(scale * dot(q, k_tilde) - scale * dot(q, k)) <= scale * sum(q_norms[b] * witness(d)[b] for b in bands) <= code_radius_witness` -/
 theorem witness_radius (bands : List ι) (k : ι → List κ) (q x y : ι → κ → α) (n w : ι → α) (scale : α)
     (hn : ∀ b, NormLe (k b) (q b) (n b)) (hw : ∀ b, NormLe (k b) (fun j => y b j - x b j) (w b)) :
@@ -115,7 +115,7 @@ def rope (c s : κ → α) (v : κ × Bool → α) : κ × Bool → α := fun p 
 
 /-- **A pair rotation keeps inner products**, band by band.
 
-Code: `witcert_core.rotary.RotarySpec.rotate`.
+Code: `witcert_core.quantizers.rotary.RotarySpec.rotate`.
 `python: dot(rotated(q), rotated(d)) == dot(q, d)` -/
 theorem rope_dot {c s : κ → α} (h : ∀ j, c j * c j + s j * s j = 1) (l : List κ) (q d : κ × Bool → α) :
     dot (channels l) (rope c s q) (rope c s d) = dot (channels l) q d := by
@@ -136,7 +136,7 @@ theorem rope_sub (c s : κ → α) (v w : κ × Bool → α) (p : κ × Bool) :
 
 /-- **A pair rotation keeps each band's norm**, so the witness.
 
-Code: `witcert_core.bands.band_map` (bands of whole pairs).
+Code: `witcert_core.cache.bands.band_map` (bands of whole pairs).
 `python: all(norm_sq(band(rotated(d), b)) == norm_sq(band(d, b)) for b in bands)` -/
 theorem rope_norm {c s : κ → α} (h : ∀ j, c j * c j + s j * s j = 1) (l : List κ) {v : κ × Bool → α} {ρ : α}
     (hv : NormLe (channels l) v ρ) : NormLe (channels l) (rope c s v) ρ :=
@@ -144,14 +144,14 @@ theorem rope_norm {c s : κ → α} (h : ∀ j, c j * c j + s j * s j = 1) (l : 
 
 /-- **`mscale` multiplies the witness** (YaRN is not a rotation alone): `‖m v‖ ≤ |m| ρ`.
 
-Code: `witcert_core.bands.BandMap.norms` (a pre-RoPE witness is multiplied by `mscale`).
+Code: `witcert_core.cache.bands.BandMap.norms` (a pre-RoPE witness is multiplied by `mscale`).
 `python: all(norm_sq(band(scaled(d), b)) == m ** 2 * norm_sq(band(d, b)) for b in bands)` -/
 theorem mscale_norm {k : List κ} {v : κ → α} {ρ : α} (m : α) (hv : NormLe k v ρ) : NormLe k (fun j => m * v j) (abs m * ρ) := hv.smul m
 
 /-- **A witness taken before RoPE bounds the score error after it**: with `k_post = rope(m·k_pre)`,
 `|scale·⟨q, k̃_post⟩ - scale·⟨q, k_post⟩| ≤ |scale| Σ_b ‖q_b‖ |m| w_b`, `w_b ≥ ‖(k̃_pre - k_pre)_b‖`.
 
-Code: `witcert_core.radii.radius_witness` with a pre-RoPE quantizer.
+Code: `witcert_core.cache.radii.radius_witness` with a pre-RoPE quantizer.
 `python: abs(scale * dot(q, rotated(scaled(k_tilde))) - scale * dot(q, rotated(scaled(k)))) <= scale * sum(q_norms[b] * m * witness(d)[b] for b in bands)` -/
 theorem witness_before_rope {c s : κ → α} (h : ∀ j, c j * c j + s j * s j = 1) (bands : List ι) (l : ι → List κ)
     (q x y : ι → κ × Bool → α) (n w : ι → α) (scale m : α)
@@ -167,7 +167,7 @@ theorem witness_before_rope {c s : κ → α} (h : ∀ j, c j * c j + s j * s j 
 /-- **Bands must not be collapsed.** `Σ_b ‖q_b‖ w_b ≤ N Σ_b w_b` for `N ≥ ‖q_b‖`, and the right side can be larger by
 any factor `K`: a key error in a band that the query does not look at.
 
-Code: `witcert_core.radii.radius_witness` (a sum over bands, never `‖q‖·Σ w`).
+Code: `witcert_core.cache.radii.radius_witness` (a sum over bands, never `‖q‖·Σ w`).
 `python: sum(q_norms[b] * witness(d)[b] for b in bands) <= max(q_norms) * sum(witness(d))` -/
 theorem collapse_looser (bands : List ι) (n w : ι → α) (N : α) (hN : ∀ b, n b ≤ N) (hw : ∀ b, 0 ≤ w b) :
     sum (fun b => n b * w b) bands ≤ N * sum w bands ∧

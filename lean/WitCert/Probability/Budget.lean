@@ -13,7 +13,7 @@ variable {α : Type u} [OrderedField α] {Ω : Type v} (L : Law α Ω)
 /-- **A declared length.** With `N = L·H·T` cells and `N·δ_loc = δ_req`, cells that each fail with probability at most
 `δ_loc` all hold except with probability `δ_req`.
 
-Code: `witcert_core.budget.Budget.delta_loc`.
+Code: `witcert_core.meter.budget.Budget.delta_loc`.
 `python: budget.num_cells * budget.declared_loc() <= budget.delta_req` -/
 theorem budget_declared {ι : Type w} (ev : ι → Ω → Bool) (cells : List ι) {δ_loc δ_req : α}
     (h : ∀ i, L.P (ev i) ≤ δ_loc) (hδ : sum (fun _ => (1 : α)) cells * δ_loc = δ_req) : L.P (anyOf ev cells) ≤ δ_req := by
@@ -35,7 +35,7 @@ theorem sum_rowsUpTo (f : Nat → α) (n : Nat) : sum f (rowsUpTo n) = rsum n f 
 /-- **An unknown length.** Any series `a_t ≥ 0` with partial sums at most `ζ` will do: with `δ_t = δ a_t/ζ`, every
 number `T` of rows stays within `δ`.
 
-Code: `witcert_core.budget.Budget.delta_loc` (unknown length).
+Code: `witcert_core.meter.budget.Budget.delta_loc` (unknown length).
 `python: budget.layers * budget.qo_heads * sum(budget.series_loc(t) for t in range(1, 200)) <= budget.delta_req` -/
 theorem budget_series (ev : Nat → Ω → Bool) (a : Nat → α) {δ ζ : α} (hδ : 0 ≤ δ) (hζ : 0 < ζ)
     (hsum : ∀ n, rsum n a ≤ ζ) (h : ∀ t, L.P (ev t) ≤ δ * a t / ζ) (T : Nat) : L.P (anyOf ev (rowsUpTo T)) ≤ δ := by
@@ -47,7 +47,7 @@ theorem budget_series (ev : Nat → Ω → Bool) (a : Nat → α) {δ ζ : α} (
 /-- **The series of the code.** `Σ_{t=1}^{T} 1/t² ≤ 5/3` for every `T` (the least constant is `π²/6`, in Mathlib
 `hasSum_zeta_two`), so `budget_series` applies to `δ_t ∝ 1/t²`.
 
-Code: `witcert_core.budget.Budget.spent` (`6/(π² t²)`).
+Code: `witcert_core.meter.budget.Budget.spent` (`6/(π² t²)`).
 `python: sum(Fraction(1, t * t) for t in range(1, 8 * n)) <= Fraction(5, 3)` -/
 theorem inverse_squares (n : Nat) : rsum n (fun t => 1 / ((ofNat t + 1) * (ofNat t + 1))) ≤ (5 : α) / 3 := by
   have h3 : (0 : α) < 3 := lt_of_lt_of_le zero_lt_one (le_cert zero_le_two (by ring))
@@ -86,7 +86,7 @@ theorem inverse_squares (n : Nat) : rsum n (fun t => 1 / ((ofNat t + 1) * (ofNat
 /-- **Every reader pays.** Readers of a shared prefix each have a budget `δ r` for the cells *they* evaluate over all
 tokens they see; the probability that some reader is wrong is at most the sum.
 
-Code: `witcert_core.report.summary.RequestLedger` (one ledger a request, shared prefix included).
+Code: `witcert_core.report.ledger.RequestLedger` (one ledger a request, shared prefix included).
 `python: 1 - (1 - delta) ** n <= n * delta` -/
 theorem every_reader_pays {ρ : Type w} {ι : Type x} (readers : List ρ) (cells : ρ → List ι) (ev : ρ → ι → Ω → Bool) (δ : ρ → α)
     (h : ∀ r, L.P (anyOf (ev r) (cells r)) ≤ δ r) : L.P (anyOf (fun r => anyOf (ev r) (cells r)) readers) ≤ sum δ readers :=
@@ -110,7 +110,7 @@ theorem anyOf_imp {ι : Type w} {ev ev' : ι → Ω → Bool} (o : Ω) (h : ∀ 
 /-- **From radii to the meter.** If the meter of cell `i` is right whenever no radius of the cell is violated, the
 probability that some cell has `TV` above its meter is at most that of a violated radius.
 
-Code: `witcert_core.meter.measure` (a violation is `tv_audit > meter`).
+Code: `witcert_core.meter.measure.measure` (a violation is `tv_audit > meter`).
 `python: dither.prob(dither.tv_above_meter) <= dither.prob(lambda o: dither.violated(o))` -/
 theorem meter_claim {ι : Type w} (cells : List ι) (bad : ι → Ω → Bool) (TV meter : ι → Ω → α)
     (h : ∀ i o, bad i o = false → TV i o ≤ meter i o) {δ : α} (hδ : L.P (anyOf bad cells) ≤ δ) :
@@ -128,7 +128,7 @@ theorem meter_claim {ι : Type w} (cells : List ι) (bad : ι → Ω → Bool) (
 were emitted with the dither; `s₀` are those of a run without these rows (fixed in advance). Then the probability of a
 violation **and** unchanged ids is at most the `δ` of the fixed sequence.
 
-Code: `witcert_core.report.summary.RequestLedger` (the text of the tier D claim).
+Code: `witcert_core.report.ledger.RequestLedger` (the text of the tier D claim).
 `python: dither.prob(lambda o: dither.violated(o, dither.ids(o)) and dither.ids(o) == 0) <= dither.prob(lambda o: dither.violated(o, 0))` -/
 theorem free_generation {S : Type w} (viol : S → Ω → Bool) (ids : Ω → S) (s₀ : S) (same : S → Bool)
     (hsame : ∀ s, same s = true → s = s₀) {δ : α} (h : L.P (viol s₀) ≤ δ) :
@@ -171,7 +171,7 @@ theorem allOf_mapSucc {p : Nat → Prop} (l : List Nat) (h : AllOf (fun j => p (
 
 /-- **Rows exist.** The product of `D` grid laws is a row.
 
-Code: `witcert_core.dither.rows` (what Philox is taken to provide).
+Code: `witcert_core.quantizers.dither.rows` (what Philox is taken to provide).
 `python: mean(u ** 3 * v ** 2 + u * v for u in grid_points(dither.n) for v in grid_points(dither.n)) == mean(u ** 3 for u in grid_points(dither.n)) * mean(v ** 2 for v in grid_points(dither.n)) + mean(u for u in grid_points(dither.n)) ** 2` -/
 theorem rowLaw_row (n D : Nat) : Row (rowLaw (α := α) n D) n (firstChannels D) (fun j o => o j) := by
   induction D with
@@ -195,7 +195,7 @@ theorem rowLaw_row (n D : Nat) : Row (rowLaw (α := α) n D) n (firstChannels D)
 
 /-- **Fresh rows exist.** A row drawn after, and apart from, the history is independent of it.
 
-Code: `witcert_core.dither.DitherKey` (a new row id for every forward pass).
+Code: `witcert_core.quantizers.dither.DitherKey` (a new row id for every forward pass).
 `python: code_row(n) != code_row(n + 1) and code_row(n) == code_row(n)` -/
 theorem fresh_of_pair {Θ : Type w} {κ : Type x} {Ψ : Type v} (H : Law α Θ) (K : Law α Ψ) (u : κ → Ψ → α) :
     Fresh (H.pair K) (fun o => o.1) (fun j o => u j o.2) := fun g => by

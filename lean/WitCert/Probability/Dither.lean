@@ -28,7 +28,7 @@ def proxy : Nat → α → α
   | .succ n, g => proxy n g + g * g * pow 4 n
 /-- **Proxy in closed form**: `3·proxy = g²(4ⁿ - 1)`.
 
-Code: `witcert_core.radii.radius_dither`.
+Code: `witcert_core.cache.radii.radius_dither`.
 `python: sum((2 ** i * g(n)) ** 2 for i in range(n)) == (1 - Fraction(1, 4 ** n)) / 12` -/
 theorem proxy_closed (n : Nat) (g : α) : 3 * proxy n g = g * g * (pow 4 n - 1) := by
   induction n with
@@ -62,7 +62,7 @@ theorem ofNat_twoPow (n : Nat) : (ofNat (twoPow n) : α) = pow 2 n := by
 /-- **The dither law is uniform on 2ⁿ equally spaced points**, and a sum of `n` independent signs of sizes
 `g, 2g, …, 2^{n-1}g`: `2ⁿ E f = Σ_{j < 2ⁿ} f(g(2j + 1 - 2ⁿ))`.
 
-Code: `witcert_core.dither.rows`.
+Code: `witcert_core.quantizers.dither.rows`.
 `python: sorted(grid_points(n)) == sorted(sign_sums(n)) and code_offsets <= set(grid_points(8))` -/
 theorem dither_grid (n : Nat) (g : α) (f : α → α) :
     pow 2 n * (dither n g).E f = rsum (twoPow n) (fun j => f (g * (2 * ofNat j + 1 - pow 2 n))) := by
@@ -94,7 +94,7 @@ end
 variable {α : Type u} [ExpField α]
 /-- **Moment generating function of the dither**: `E e^{λy + c} ≤ e^{λ² proxy/2 + c}`.
 
-Code: `witcert_core.radii.radius_dither` (`s²(1 - 4⁻ⁿ)/12`).
+Code: `witcert_core.cache.radii.radius_dither` (`s²(1 - 4⁻ⁿ)/12`).
 `python: mean(exp_down(lam * x) for x in grid_points(n)) <= exp_up(lam ** 2 * proxy(n) / 2)` -/
 theorem dither_mgf (n : Nat) (g lam c : α) :
     (dither n g).E (fun y => exp (lam * y + c)) ≤ exp (2⁻¹ * (lam * lam * proxy n g) + c) := by

@@ -24,7 +24,7 @@ theorem Law.sum_E (L : Law α Ω) (f : ι → Ω → α) (l : List ι) : L.E (fu
 /-- **One event for all tokens**: if each `E X_t ≤ δ K` for `X_t ≥ 0` and the weights are fixed and sum to 1, then
 `P(Σ p X > K) ≤ δ`, whatever the dependence between tokens.
 
-Code: `witcert_core.bounds.joint.bound`.
+Code: `witcert_core.meter.bounds.joint.bound`.
 `python: dither.prob(lambda o: (dither.err(0, o) ** 2 + dither.err(1, o) ** 2) / 2 > kappa) <= max(dither.space.mean(lambda o: dither.err(t, o) ** 2) for t in (0, 1)) / kappa` -/
 theorem weighted_markov (L : Law α Ω) (X : ι → Ω → α) (l : List ι) {p : ι → α} {δ K : α} (hK : 0 < K) (hp0 : ∀ t, 0 ≤ p t)
     (hp : sum p l = 1) (hX : ∀ t o, 0 ≤ X t o) (h : ∀ t, L.E (X t) ≤ δ * K) :
@@ -49,7 +49,7 @@ theorem weighted_markov (L : Law α Ω) (X : ι → Ω → α) (l : List ι) {p 
 /-- **The event in terms of the served weights.** With valid radii `r = e^{b + σy}` (not known), `Σ p X ≤ K` for the exact weights and
 `A' ≥ A = Σ w r`, the served weights have `Σ w X/(r K A') ≤ 1`.
 
-Code: `witcert_core.bounds.joint.bound`.
+Code: `witcert_core.meter.bounds.joint.bound`.
 `python: cell.mean([y / (x * dot(cell.p, grown) * A) for x, y in zip(cell.r, grown)]) <= 1` -/
 theorem Cell.Sound.joint_event {x : Cell α ι} (h : x.Sound) {X : ι → α} {K A' : α} (hX : ∀ t, 0 ≤ X t) (hK : 0 < K) (hA : x.A ≤ A')
     (hp : sum (fun t => x.p t * X t) x.l ≤ K) : x.mean (fun t => X t / (x.r t * (K * A'))) ≤ 1 := by
@@ -71,7 +71,7 @@ theorem Cell.Sound.joint_event {x : Cell α ι} (h : x.Sound) {X : ι → α} {K
 
 /-- **The bound on `A` by iteration**: from `r_t ≤ g_t + μ x_t` and `Σ w x ≤ 1` follows `A ≤ Σ w g + μ`.
 
-Code: `witcert_core.bounds.joint.bound` (`log_a`).
+Code: `witcert_core.meter.bounds.joint.bound` (`log_a`).
 `python: A <= spared_all.mean(spared_all.r) + spare` -/
 theorem Cell.Sound.joint_A {x : Cell α ι} (h : x.Sound) {g ξ : ι → α} {μ : α} (hμ : 0 ≤ μ) (hξ : x.mean ξ ≤ 1)
     (hr : ∀ t, x.r t ≤ g t + μ * ξ t) : x.A ≤ x.mean g + μ := by
@@ -81,7 +81,7 @@ theorem Cell.Sound.joint_A {x : Cell α ι} (h : x.Sound) {g ξ : ι → α} {μ
 
 /-- **From the event to the claim**: if a cell's bound is right whenever `Σ p X ≤ K`, it is wrong with probability at most `δ`.
 
-Code: `witcert_core.bounds.joint.bound`.
+Code: `witcert_core.meter.bounds.joint.bound`.
 `python: dither.prob(lambda o: (dither.err(0, o) ** 2 + dither.err(1, o) ** 2) / 2 > kappa) <= max(dither.space.mean(lambda o: dither.err(t, o) ** 2) for t in (0, 1)) / kappa` -/
 theorem joint_claim (L : Law α Ω) (X : ι → Ω → α) (l : List ι) {p : ι → α} {δ K : α} (TV B : Ω → α) (hK : 0 < K) (hp0 : ∀ t, 0 ≤ p t)
     (hp : sum p l = 1) (hX : ∀ t o, 0 ≤ X t o) (h : ∀ t, L.E (X t) ≤ δ * K) (hB : ∀ o, sum (fun t => p t * X t o) l ≤ K → TV o ≤ B o) :
@@ -102,7 +102,7 @@ variable {α : Type u} [ExpField α] {Ω : Type w}
 
 /-- **Both signs at once**: a sub-Gaussian `X` has `E e^{λ|X|} ≤ 2 e^{λ²v/2}` for `λ ≥ 0`.
 
-Code: `witcert_core.bounds.joint.bound` (`log_k`).
+Code: `witcert_core.meter.bounds.joint.bound` (`log_k`).
 `python: dither.space.mean(lambda o: exp_down(abs(lam) * abs(dither.centred(o)))) <= 2 * exp_up(lam * lam * dither.sigma_sq() / 2)` -/
 theorem mgf_abs (L : Law α Ω) (X : Ω → α) {v : α} (hmgf : ∀ lam : α, L.E (fun o => exp (lam * X o)) ≤ exp (2⁻¹ * (lam * lam * v)))
     (lam : α) : L.E (fun o => exp (lam * abs (X o))) ≤ 2 * exp (2⁻¹ * (lam * lam * v)) := by
@@ -134,7 +134,7 @@ theorem exp_chord {s : α} (h0 : 0 ≤ s) (h1 : s ≤ 1) (z : α) : exp (s * z) 
 `e^{b + σy} ≤ g + μ e^{(θ - σ)y - b - k}`, `g = (1 - s) e^{b + s(k + b) + s z₀}` and `μ = s e^{b + s(k + b) + (s - 1) z₀}`: a choice of `z₀` for each
 token gives all tangents the same slope `μ`.
 
-Code: `witcert_core.bounds.joint._tangents`.
+Code: `witcert_core.meter.bounds.joint._tangents`.
 `python: all(joint.error(t, y) <= joint.tangent(t, y) for t in range(joint.S) for y in joint.deviations)` -/
 theorem joint_tangent {b σ θ y k s : α} (hs : s * (θ - σ) = σ) (h0 : 0 ≤ s) (h1 : s ≤ 1) (z : α) :
     exp (b + σ * y) ≤ (1 - s) * exp (b + s * (k + b) + s * z) + s * exp (b + s * (k + b) + (s - 1) * z) * exp ((θ - σ) * y - b - k) := by

@@ -90,7 +90,7 @@ theorem ind_or (a b : Bool) : (ind (or a b) : α) ≤ ind a + ind b := by
 
 /-- **Union bound**: `P(some event) ≤ Σ P(event)`, with no independence at all.
 
-Code: `witcert_core.budget.Budget`.
+Code: `witcert_core.meter.budget.Budget`.
 `python: dither.prob(lambda o: any(ev(o) for ev in dither.events)) <= sum(dither.prob(ev) for ev in dither.events)` -/
 theorem union_bound {ι : Type w} (ev : ι → Ω → Bool) (l : List ι) : L.P (anyOf ev l) ≤ sum (fun i => L.P (ev i)) l := by
   induction l with
@@ -129,7 +129,7 @@ variable {α : Type u} [ExpField α] {Ω : Type v} (L : Law α Ω)
 
 /-- **Chernoff, one side.** If `E e^{λX} ≤ e^{λ²v/2}` for all `λ` and `t² ≥ 2vℓ`, then `P(X ≥ t) ≤ e^{-ℓ}`.
 
-Code: `witcert_core.radii.radius_dither`.
+Code: `witcert_core.cache.radii.radius_dither`.
 `python: dither.prob(lambda o: dither.centred(o) >= dither.t) <= exp_up(-dither.t ** 2 / (2 * dither.sigma_sq()))` -/
 theorem chernoff (X : Ω → α) {v t ell : α} (hv : 0 < v) (ht : 0 ≤ t) (hl : 2 * v * ell ≤ t * t)
     (hmgf : ∀ lam : α, L.E (fun o => exp (lam * X o)) ≤ exp (2⁻¹ * (lam * lam * v))) :
@@ -154,7 +154,7 @@ theorem chernoff (X : Ω → α) {v t ell : α} (hv : 0 < v) (ht : 0 ≤ t) (hl 
 
 /-- **Chernoff, two sides**: `P(|X| ≥ t) ≤ 2 e^{-ℓ}`.
 
-Code: `witcert_core.radii.radius_dither` (`ln(2S/δ)`: the 2 is this one).
+Code: `witcert_core.cache.radii.radius_dither` (`ln(2S/δ)`: the 2 is this one).
 `python: dither.prob(lambda o: abs(dither.centred(o)) >= dither.t) <= 2 * exp_up(-dither.t ** 2 / (2 * dither.sigma_sq()))` -/
 theorem chernoff_abs (X : Ω → α) {v t ell : α} (hv : 0 < v) (ht : 0 ≤ t) (hl : 2 * v * ell ≤ t * t)
     (hmgf : ∀ lam : α, L.E (fun o => exp (lam * X o)) ≤ exp (2⁻¹ * (lam * lam * v))) :

@@ -137,7 +137,7 @@ theorem offset_bound {o h P m : α} (t0 : 2 * abs (o - h * (2 * 0 + 1 - P)) ≤ 
 /-- **Law of the subtractive dither.** For a fixed input `y`, the errors `rd(y+u_j) - (y+u_j)` over the grid are, as a
 multiset, `o - u_j` for one offset `|o| ≤ h = 1/(2N)`.
 
-Code: `witcert_core.dither.quantize_int8`.
+Code: `witcert_core.quantizers.dither.quantize_int8`.
 `python: is_shifted_grid(residual_values(y, Fraction(1), n), Fraction(1), n)` -/
 theorem dither_error {M : Nat} {h y : α}
     (hint : ∀ z w, ∃ n : Nat, rd z = rd w + ofNat n ∨ rd w = rd z + ofNat n)

@@ -33,7 +33,7 @@ theorem residual_zero (rd : α → α) {s x : α} (h : s = 0 ∧ x = 0) (u : α)
 
 /-- **The residual is at most half a step**, whatever the offset.
 
-Code: `witcert_core.dither.dequantize_int8`, `witcert_core.radii.radius_dither` (deterministic term).
+Code: `witcert_core.quantizers.dither.dequantize_int8`, `witcert_core.cache.radii.radius_dither` (deterministic term).
 `python: all(abs(x) <= steps[i // 4] / 2 for i, x in enumerate(residual))` -/
 theorem residual_le {rd : α → α} (hrd : Nearest rd) {s x : α} (hs : Step s x) (u : α) : abs (residual rd s x u) ≤ s / 2 := by
   cases hs with
@@ -68,7 +68,7 @@ def Uniform {Ω : Type v} (L : Law α Ω) (n : Nat) (u : Ω → α) : Prop := �
 /-- **Law of the residual.** For a fixed input there is an offset `|o| ≤ h` such that the residual has the law of
 `s(o - y)`, `y` a sum of `n` independent signs: `2ⁿ` equally spaced points.
 
-Code: `witcert_core.dither.quantize_int8`.
+Code: `witcert_core.quantizers.dither.quantize_int8`.
 `python: is_shifted_grid(residual_values(y, step, n), step, n)` -/
 theorem residual_law {Ω : Type v} (L : Law α Ω) {n : Nat} {u : Ω → α} (hu : Uniform L n u) {rd : α → α} (hrd : Nearest rd)
     {s : α} (hs : 0 < s) (x : α) :
@@ -99,7 +99,7 @@ theorem residual_mean {n : Nat} (s o : α) : (dither n (halfStep n)).E (fun y =>
   ring
 /-- **Bias.** `|E r| ≤ s h`, `h = 1/2^{n+1}`: the bias term of the radius.
 
-Code: `witcert_core.radii.radius_dither` (`2^{-n-1}`).
+Code: `witcert_core.cache.radii.radius_dither` (`2^{-n-1}`).
 `python: abs(mean(residual_values(y, step, n))) <= step * half_step(n)` -/
 theorem residual_bias {Ω : Type v} (L : Law α Ω) {n : Nat} {u : Ω → α} (hu : Uniform L n u) {rd : α → α} (hrd : Nearest rd)
     {s x : α} (hs : Step s x) : abs (L.E (fun ω => residual rd s x (u ω))) ≤ s * halfStep n := by
@@ -163,7 +163,7 @@ variable {α : Type u} [ExpField α] {Ω : Type v} {κ : Type w} {Θ : Type x} (
 
 /-- **Sub-Gaussian residual.** `E e^{λ(r - E r)} ≤ e^{λ² s² proxy/2}`, `proxy = (1 - 4⁻ⁿ)/12`.
 
-Code: `witcert_core.radii.radius_dither`.
+Code: `witcert_core.cache.radii.radius_dither`.
 `python: mean(exp_down(lam * (x - mean(residual_values(y, step, n)))) for x in residual_values(y, step, n)) <= exp_up(lam ** 2 * step ** 2 * proxy(n) / 2)` -/
 theorem residual_mgf {n : Nat} {u : Ω → α} (hu : Uniform L n u) {rd : α → α} (hrd : Nearest rd) {s x : α} (hs : Step s x) (lam : α) :
     L.E (fun ω => exp (lam * (residual rd s x (u ω) - L.E (fun ω => residual rd s x (u ω))))) ≤ exp (2⁻¹ * (lam * lam * (s * s * proxy n (halfStep n)))) := by
@@ -190,7 +190,7 @@ theorem exp_sum_eq_prod {ι : Type w} (f : ι → α) (l : List ι) : exp (sum f
 /-- **Channel product.** The centred logit error of one token, `X = Σ_j q_j (r_j - E r_j)`, is sub-Gaussian with proxy
 `Σ q_j² s_j² (1 - 4⁻ⁿ)/12`; only independence between the channels of one row is used.
 
-Code: `witcert_core.radii.radius_dither` (`σ²`).
+Code: `witcert_core.cache.radii.radius_dither` (`σ²`).
 `python: dither.mgf([dither.centred(o) for o in dither.space.outcomes]) <= exp_up(dither.lam ** 2 * dither.sigma_sq() / 2)` -/
 theorem channels_mgf {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : Row L n chans u) {rd : α → α} (hrd : Nearest rd)
     (q s key : κ → α) (hs : ∀ j, Step (s j) (key j)) (lam : α) :
@@ -255,7 +255,7 @@ theorem token_fixed {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : R
 `P(|Σ_j q_j r_j| > c) ≤ 2e^{-ℓ}` for `c = min(Σ ½ s|q|, t + Σ|q| s h)`, `t² ≥ 2ℓσ²`. With `ℓ = ln(2S/δ)` this is the
 `c_t` of the code, bias term included.
 
-Code: `witcert_core.radii.radius_dither`.
+Code: `witcert_core.cache.radii.radius_dither`.
 `python: dither.prob(lambda o: abs(dither.err(0, o)) > dither.radius(0, dither.ell)) <= 2 * exp_up(-dither.ell) and dither_formula(sqrt_up(2 * log_up(2 * head.S / delta)) * (1 - tiny)) <= code_radius_dither(delta)` -/
 theorem tier_d_token {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : Row L n chans u) {rd : α → α} (hrd : Nearest rd)
     (T : Token α κ Θ) (ξ : Ω → Θ) (hfresh : Fresh L ξ u) {ell : α} (hT : ∀ θ, T.Valid chans n θ ell) :
@@ -268,7 +268,7 @@ theorem tier_d_token {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : 
 different tokens may depend on each other in any way. If `2 S e^{-ℓ} ≤ δ` then some token violates its radius with
 probability at most `δ`.
 
-Code: `witcert_core.radii.radius_dither` (`ln(2S/δ_loc)`, `num_visible`).
+Code: `witcert_core.cache.radii.radius_dither` (`ln(2S/δ_loc)`, `num_visible`).
 `python: dither.prob(lambda o: dither.violated(o)) <= dither.delta` -/
 theorem tier_d_cell {n : Nat} {chans : List κ} {rd : α → α} (hrd : Nearest rd) {ι : Type w} (tokens : List ι)
     (u : ι → κ → Ω → α) (T : ι → Token α κ Θ) (ξ : ι → Ω → Θ) {ell δ : α}

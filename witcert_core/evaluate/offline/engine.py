@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from witcert_core.closing import ClosingRule
+from witcert_core.cache.schedule import ClosingRule
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.evaluate.offline import bridge
 from witcert_core.evaluate.offline.attention import causal_attention
 from witcert_core.evaluate.offline.model import LoadedModel
 from witcert_core.evaluate.offline.pool import TensorPool
 from witcert_core.evaluate.offline.rotary import rotary_tables
-from witcert_core.policy import Policy
+from witcert_core.policy.model import Policy
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.rows import RequestPass, RowPlan
+from witcert_core.serving.passes import RequestPass, RowPlan
 from witcert_core.serving.runtime import Runtime
-from witcert_core.serving.simulated import SimulatedCache
+from witcert_core.serving.storage.simulated import SimulatedCache
 
 ENGINE = "offline"
 Probe = Callable[[AttentionCall, RowPlan, SimulatedCache], None]

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from witcert_core.errors import InputError, UnsupportedError
+from witcert_core.errors import InputError, UnsupportedError, did_you_mean, listed
 from witcert_core.evaluate.extras import require
 from witcert_core.evaluate.offline import bridge
-from witcert_core.hub import unreachable_hub
-from witcert_core.model_attention import ModelAttention, describe
-from witcert_core.rotary import RotarySpec
+from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
-from witcert_core.suggest import did_you_mean, listed
+from witcert_core.serving.hub import unreachable_hub
+from witcert_core.serving.models.attention import ModelAttention, describe
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.rotary import RotarySpec, RotaryTable
+from witcert_core.quantizers.rotary import RotarySpec, RotaryTable
 from witcert_core.serving.encoder import Tables
 
 _WHY = "keys before RoPE cannot be had; use a quantizer of post_rope keys"

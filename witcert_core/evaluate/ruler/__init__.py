@@ -6,14 +6,13 @@ import random
 from collections.abc import Sequence
 from typing import ClassVar
 
-from witcert_core.errors import InputError
+from witcert_core.errors import InputError, did_you_mean, listed
 from witcert_core.evaluate.ruler.draft import Draft, fit
 from witcert_core.evaluate.ruler.needles import multi_key, multi_query, multi_value, single_needle
 from witcert_core.evaluate.ruler.questions import question_answering
 from witcert_core.evaluate.ruler.tracking import variable_tracking
 from witcert_core.evaluate.ruler.words import common_words, frequent_words
 from witcert_core.evaluate.tasks import EvalSample, TextTokenizer
-from witcert_core.suggest import did_you_mean, listed
 
 MAKERS = {
     "single_needle": single_needle,

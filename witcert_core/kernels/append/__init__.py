@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from witcert_core.dither import DitherKey, num_groups
 from witcert_core.errors import InputError
 from witcert_core.kernels.append.launch import append_int8_op
 from witcert_core.kernels.append.reference import append_reference
-from witcert_core.kernels.common import dispatch
-from witcert_core.kernels.common.backend import resolve
-from witcert_core.kernels.common.bypass import BypassedKeys
-from witcert_core.kernels.common.exact import exact_tensors
-from witcert_core.kernels.common.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
+from witcert_core.kernels.host import dispatch
+from witcert_core.kernels.host.backend import resolve
+from witcert_core.kernels.host.bypass import BypassedKeys
+from witcert_core.kernels.host.exact import exact_tensors
+from witcert_core.kernels.host.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
+from witcert_core.quantizers.dither import DitherKey, num_groups
 
 
 def slots_of(batch_indices: Tensor, positions: Tensor, table: PageTable, page_size: int) -> Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from witcert_core.bypass import taken, without
-from witcert_core.dither import DitherKey, dequantize_int8, group_witness_codes, quantize_int8, rows
-from witcert_core.kernels.common.bypass import BypassedKeys
+from witcert_core.cache.outliers import taken, without
+from witcert_core.kernels.host.bypass import BypassedKeys
+from witcert_core.quantizers.dither import DitherKey, dequantize_int8, group_witness_codes, quantize_int8, rows
 
 
 def append_reference(

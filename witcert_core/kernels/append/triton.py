@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from witcert_core.kernels.common.dither_terms import dither_tile
+from witcert_core.kernels.device.dither_terms import dither_tile
 
 _WITNESS_UNIT = tl.constexpr(32.0**0.5 / 510.0)
 

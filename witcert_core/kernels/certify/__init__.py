@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from witcert_core.bands import BandMap
-from witcert_core.bounds import meter
-from witcert_core.dither import num_groups
+from witcert_core.cache.bands import BandMap
 from witcert_core.errors import InputError, UnsupportedError
-from witcert_core.kernel_error import KernelArithmetic
 from witcert_core.kernels.certify.launch import certify_op
 from witcert_core.kernels.certify.reference import certify_reference
-from witcert_core.kernels.common import dispatch, slack
-from witcert_core.kernels.common.backend import check_compute_dtype, resolve
-from witcert_core.kernels.common.pages import PagedCache, PageTable, check_side, split_cache
 from witcert_core.kernels.counters import counter_of
-from witcert_core.layout import NUM_ACC_FIELDS
+from witcert_core.kernels.host import dispatch, slack
+from witcert_core.kernels.host.backend import check_compute_dtype, resolve
+from witcert_core.kernels.host.pages import PagedCache, PageTable, check_side, split_cache
+from witcert_core.meter.bounds import meter
+from witcert_core.meter.kernel_error import KernelArithmetic
+from witcert_core.meter.sums import NUM_ACC_FIELDS
+from witcert_core.quantizers.dither import num_groups
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

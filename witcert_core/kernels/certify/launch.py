@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.launch import TILE_ROWS, Attention, Pages, Rows, group_count, launch_merge, scale_words
+from witcert_core.kernels.host import slack
+from witcert_core.kernels.host.launch import TILE_ROWS, Attention, Pages, Rows, group_count, launch_merge, scale_words
 
 NUM_WARPS = 8
 NUM_STAGES = 1

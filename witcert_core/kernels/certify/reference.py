@@ -8,14 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from witcert_core.accumulate import accumulate
-from witcert_core.bands import BandMap
-from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.pages import PageTable, gather
-from witcert_core.layout import NUM_ACC_FIELDS, AccField
-from witcert_core.radii import radius_dither, radius_witness
-from witcert_core.tv import attention_logits
-from witcert_core.witness import decode_norm
+from witcert_core.cache.bands import BandMap
+from witcert_core.cache.norm_codes import decode_norm
+from witcert_core.cache.radii import radius_dither, radius_witness
+from witcert_core.kernels.host import slack
+from witcert_core.kernels.host.pages import PageTable, gather
+from witcert_core.meter.sums import NUM_ACC_FIELDS, AccField, accumulate
+from witcert_core.meter.tv import attention_logits
 
 
 def certify_reference(

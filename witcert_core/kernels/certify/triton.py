@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.device import (
+from witcert_core.kernels.device.paged import left_out, locate, query_tile, visible_span
+from witcert_core.kernels.device.radius import quantization_radius, spread_of
+from witcert_core.kernels.device.running_sums import (
     alibi_bias,
     meter_start,
     meter_store,
@@ -28,9 +29,8 @@ from witcert_core.kernels.common.device import (
     union_tail,
     weigh,
 )
-from witcert_core.kernels.common.paged import left_out, locate, query_tile, visible_span
-from witcert_core.kernels.common.radius import quantization_radius, spread_of
-from witcert_core.kernels.common.tiles import load_groups, load_queries, load_scales, load_values
+from witcert_core.kernels.device.tiles import load_groups, load_queries, load_scales, load_values
+from witcert_core.kernels.host import slack
 
 _FIELDS = tl.constexpr(slack.META_FIELDS)
 _UP = tl.constexpr(slack.RADIUS_UP)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from witcert_core.dither import num_groups
-from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.launch import (
+from witcert_core.kernels.host import slack
+from witcert_core.kernels.host.launch import (
     NUM_WARPS,
     TILE_ROWS,
     TILE_TOKENS,
@@ -24,6 +23,7 @@ from witcert_core.kernels.common.launch import (
     weight_dtype,
     witness_words,
 )
+from witcert_core.quantizers.dither import num_groups
 
 
 @dataclass(frozen=True)

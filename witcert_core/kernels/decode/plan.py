@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from witcert_core.dither import DitherKey
 from witcert_core.errors import InputError, UnsupportedError
-from witcert_core.kernels.common.bypass import BypassedKeys
-from witcert_core.kernels.common.pages import PagedCache, PageTable
 from witcert_core.kernels.decode import Workspace, decode_int8
+from witcert_core.kernels.host.bypass import BypassedKeys
+from witcert_core.kernels.host.pages import PagedCache, PageTable
 from witcert_core.kernels.repair.pages import RepairedPages
-from witcert_core.layout import NUM_ACC_FIELDS
+from witcert_core.meter.sums import NUM_ACC_FIELDS
+from witcert_core.quantizers.dither import DitherKey
 
 
 class BatchDecodeWithInt8PagedKVCacheWrapper:

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from witcert_core.accumulate import accumulate
-from witcert_core.dither import DitherKey, rows
-from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.bypass import BypassedKeys
-from witcert_core.kernels.common.pages import PageTable, gather
+from witcert_core.cache.radii import radius_dither, radius_group_witness
+from witcert_core.kernels.host import slack
+from witcert_core.kernels.host.bypass import BypassedKeys
+from witcert_core.kernels.host.pages import PageTable, gather
 from witcert_core.kernels.repair.pages import RepairedPages
-from witcert_core.layout import NUM_ACC_FIELDS, AccField
-from witcert_core.radii import radius_dither, radius_group_witness
-from witcert_core.tv import attention_logits
+from witcert_core.meter.sums import NUM_ACC_FIELDS, AccField, accumulate
+from witcert_core.meter.tv import attention_logits
+from witcert_core.quantizers.dither import DitherKey, rows
 
 
 def dequantize(codes: Tensor, scales: Tensor, u: Tensor | float = 0.0) -> Tensor:
@@ -31,7 +30,7 @@ def dequantize(codes: Tensor, scales: Tensor, u: Tensor | float = 0.0) -> Tensor
 def lost_share(q: Tensor) -> Tensor:
     """Largest share of any group's ``||q_g||_1`` that the kernel's two bytes a channel lose, float64 ``[H, 1]``.
 
-    As :func:`witcert_core.kernels.common.digits.query_digits` splits queries ``q [H, D]`` of 16 bit.
+    As :func:`witcert_core.kernels.device.digits.query_digits` splits queries ``q [H, D]`` of 16 bit.
     """
     padded = torch.nn.functional.pad(q.to(torch.float64), (0, -q.shape[-1] % 32))
     x = padded.reshape(q.shape[0], -1, 32)

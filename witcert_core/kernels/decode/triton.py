@@ -15,9 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.codes import code_squares
-from witcert_core.kernels.common.device import (
+from witcert_core.kernels.device.codes import code_squares
+from witcert_core.kernels.device.exact_tile import add_exact_values
+from witcert_core.kernels.device.packed_tile import Cache, packed_queries, packed_tile
+from witcert_core.kernels.device.paged import left_out, query_tile, visible_span
+from witcert_core.kernels.device.radius import quantization_radius, spread_of
+from witcert_core.kernels.device.running_sums import (
     alibi_bias,
     bias_radius,
     far_radius,
@@ -33,11 +36,8 @@ from witcert_core.kernels.common.device import (
     union_tail,
     weigh,
 )
-from witcert_core.kernels.common.exact_tile import add_exact_values
-from witcert_core.kernels.common.packed_tile import Cache, packed_queries, packed_tile
-from witcert_core.kernels.common.paged import left_out, query_tile, visible_span
-from witcert_core.kernels.common.radius import quantization_radius, spread_of
-from witcert_core.kernels.common.tiles import add_values, store_values
+from witcert_core.kernels.device.tiles import add_values, store_values
+from witcert_core.kernels.host import slack
 
 _UP = tl.constexpr(slack.RADIUS_UP)
 _FIELDS = tl.constexpr(slack.META_FIELDS)

@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from witcert_core.dither import DitherKey, num_groups
 from witcert_core.errors import InputError
-from witcert_core.kernels.common import dispatch, slack
-from witcert_core.kernels.common.backend import check_compute_dtype, resolve
-from witcert_core.kernels.common.bypass import BypassedKeys
-from witcert_core.kernels.common.exact import check_exact, exact_tensors
-from witcert_core.kernels.common.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
 from witcert_core.kernels.counters import counter_of
 from witcert_core.kernels.extend.launch import extend_int8_op, extend_meter_op
 from witcert_core.kernels.extend.reference import extend_reference
+from witcert_core.kernels.host import dispatch, slack
+from witcert_core.kernels.host.backend import check_compute_dtype, resolve
+from witcert_core.kernels.host.bypass import BypassedKeys
+from witcert_core.kernels.host.exact import check_exact, exact_tensors
+from witcert_core.kernels.host.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
 from witcert_core.kernels.repair.pages import RepairedPages
-from witcert_core.layout import NUM_ACC_FIELDS
+from witcert_core.meter.sums import NUM_ACC_FIELDS
+from witcert_core.quantizers.dither import DitherKey, num_groups
 
 
 def extend_int8(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.launch import (
+from witcert_core.kernels.decode.launch import launch_decode_split
+from witcert_core.kernels.host import slack
+from witcert_core.kernels.host.launch import (
     NUM_WARPS,
     TILE_ROWS,
     TILE_TOKENS,
@@ -20,7 +21,6 @@ from witcert_core.kernels.common.launch import (
     scale_words,
     weight_dtype,
 )
-from witcert_core.kernels.decode.launch import launch_decode_split
 
 TILE_PAIRS = 32
 

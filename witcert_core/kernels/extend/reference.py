@@ -9,15 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from witcert_core.accumulate import accumulate
-from witcert_core.dither import DitherKey
-from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.bypass import BypassedKeys
-from witcert_core.kernels.common.pages import PageTable
 from witcert_core.kernels.decode.reference import read_packed, softmax_error
+from witcert_core.kernels.host import slack
+from witcert_core.kernels.host.bypass import BypassedKeys
+from witcert_core.kernels.host.pages import PageTable
 from witcert_core.kernels.repair.pages import RepairedPages
-from witcert_core.layout import NUM_ACC_FIELDS, AccField
-from witcert_core.tv import attention_logits
+from witcert_core.meter.sums import NUM_ACC_FIELDS, AccField, accumulate
+from witcert_core.meter.tv import attention_logits
+from witcert_core.quantizers.dither import DitherKey
 
 
 def extend_reference(

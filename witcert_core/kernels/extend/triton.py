@@ -11,8 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from witcert_core.kernels.common import slack
-from witcert_core.kernels.common.device import (
+from witcert_core.kernels.device.exact_tile import add_exact_values
+from witcert_core.kernels.device.packed_tile import Cache, packed_queries, packed_tile
+from witcert_core.kernels.device.paged import request_span
+from witcert_core.kernels.device.running_sums import (
     alibi_bias,
     meter_start,
     meter_store,
@@ -26,10 +28,7 @@ from witcert_core.kernels.common.device import (
     store_sums,
     weigh,
 )
-from witcert_core.kernels.common.exact_tile import add_exact_values
-from witcert_core.kernels.common.packed_tile import Cache, packed_queries, packed_tile
-from witcert_core.kernels.common.paged import request_span
-from witcert_core.kernels.common.tiles import (
+from witcert_core.kernels.device.tiles import (
     add_values,
     add_whole_values,
     load_groups,
@@ -37,6 +36,7 @@ from witcert_core.kernels.common.tiles import (
     load_values,
     store_values,
 )
+from witcert_core.kernels.host import slack
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(slack.META_FIELDS)

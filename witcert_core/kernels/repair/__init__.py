@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import InputError
-from witcert_core.kernels.common import dispatch
-from witcert_core.kernels.common.backend import resolve
+from witcert_core.kernels.host import dispatch
+from witcert_core.kernels.host.backend import resolve
 from witcert_core.kernels.repair.launch import repair_pages_op
 from witcert_core.kernels.repair.pages import RepairedPages
 from witcert_core.kernels.repair.reference import repair_reference

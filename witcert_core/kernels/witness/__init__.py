@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from witcert_core.bands import BandMap
+from witcert_core.cache.bands import BandMap
 from witcert_core.errors import InputError
-from witcert_core.kernels.common import dispatch
-from witcert_core.kernels.common.backend import resolve
-from witcert_core.kernels.common.pages import PagedCache, check_side, split_cache
+from witcert_core.kernels.host import dispatch
+from witcert_core.kernels.host.backend import resolve
+from witcert_core.kernels.host.pages import PagedCache, check_side, split_cache
 from witcert_core.kernels.witness.launch import record_witness_op, write_witness_op
 from witcert_core.kernels.witness.reference import record_witness_reference, write_witness_reference
 

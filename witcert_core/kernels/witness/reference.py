@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from witcert_core.bands import BandMap
-from witcert_core.witness import value_codes, witness_codes
+from witcert_core.cache.bands import BandMap
+from witcert_core.cache.norm_codes import value_codes, witness_codes
 
 
 def write_witness_reference(

@@ -1,0 +1,226 @@
+"""Plugins: found by entry point, checked when loaded, named when they fail; observers as plain callables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, PathDistribution
+from pathlib import Path
+from typing import ClassVar
+
+import pluggy
+import pytest
+
+from witcert_core import PluginError
+from witcert_core.policy.gate_registry import GateRegistry
+from witcert_core.policy.plugins import cell_observers, load_plugins, plugin_manager, report_observers
+from witcert_core.quantizers import QuantizerRegistry
+
+Install = Callable[[str, str], EntryPoint]
+
+QUANTIZER = """
+from dataclasses import dataclass
+from typing import ClassVar
+from witcert_core import Quantizer, hookimpl
+
+@dataclass(frozen=True)
+class Mine(Quantizer):
+    name: ClassVar[str] = "mine"
+    def fake_quantize(self, x, *, kind, layer, positions, ctx):
+        return x.clone()
+
+@hookimpl
+def witcert_register_quantizers(registry):
+    registry.register(Mine)
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Write a module and its distribution's metadata; return the entry point an installer would have made."""
+    monkeypatch.syspath_prepend(tmp_path)
+    modules: list[str] = []
+
+    def write(module: str, source: str) -> EntryPoint:
+        (tmp_path / f"{module}.py").write_text(source)
+        info = tmp_path / f"{module}-2.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: dist-{module}\nVersion: 2.5\n")
+        (info / "entry_points.txt").write_text(f"[witcert.plugins]\nplug = {module}\n")
+        modules.append(module)
+        (entry,) = PathDistribution(info).entry_points
+        return entry
+
+    yield write
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+def load(*entries: EntryPoint) -> tuple[pluggy.PluginManager, QuantizerRegistry, GateRegistry]:
+    quantizers, gates = QuantizerRegistry(), GateRegistry()
+    return load_plugins(entries, quantizers, gates), quantizers, gates
+
+
+def test_hook_registers_a_quantizer_and_its_distribution(install: Install) -> None:
+    _, quantizers, _ = load(install("plug_quant", QUANTIZER))
+    assert quantizers.names() == ("mine",)
+    assert quantizers.source("mine") == "dist-plug_quant 2.5"
+
+
+def test_hook_registers_a_gate(install: Install) -> None:
+    source = """
+from dataclasses import dataclass
+from typing import ClassVar
+from witcert_core import hookimpl
+@dataclass(frozen=True)
+class Mine:
+    tau: float = 0.5
+    mine: int = 3
+    name: ClassVar[str] = "mine"
+    repairs: ClassVar[bool] = True
+    def decide(self, state): ...
+@hookimpl
+def witcert_register_gates(registry):
+    registry.register(Mine)
+"""
+    _, _, gates = load(install("plug_gate", source))
+    assert gates.names() == ("observe", "certified", "risk_ranked", "combined", "mine")
+    gate = gates.build("mine", {"tau": 0.25, "block_size": 16})
+    assert (gate.tau, gate.mine, gate.repairs) == (0.25, 3, True)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class TakenName:
+    name: ClassVar[str] = "combined"
+    repairs: ClassVar[bool] = False
+
+    def decide(self, state: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class NoFlag:
+    name: ClassVar[str] = "no_flag"
+
+    def decide(self, state: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (TakenName, "gate name 'combined' is taken"),
+        (NoFlag, "name is 'no_flag', repairs is None"),
+        (int, "expected a frozen dataclass with a method decide"),
+    ],
+)
+def test_bad_gates_are_refused(record: type, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        GateRegistry().register(record)
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("import no_such_engine_extra", "ModuleNotFoundError: No module named 'no_such_engine_extra'"),
+        ("raise RuntimeError('needs\\n a GPU')", "RuntimeError: needs a GPU"),
+        (
+            "from witcert_core import hookimpl\n@hookimpl\ndef witcert_on_cells(event): pass",
+            r"unknown hook 'witcert_on_cells' \(did you mean 'witcert_on_cell'\?\)",
+        ),
+        (
+            "from witcert_core import hookimpl\n@hookimpl\ndef witcert_report(summery): pass",
+            "Argument.*summery",
+        ),
+        (
+            "from witcert_core import hookimpl\n@hookimpl\ndef witcert_register_quantizers(registry):\n"
+            "    registry.register(int)",
+            "QuantizerError: cannot register <class 'int'>",
+        ),
+        (
+            "from witcert_core import hookimpl\n@hookimpl\ndef witcert_register_gates(registry):\n    1 / 0",
+            "ZeroDivisionError",
+        ),
+        ("x = 1", "brings nothing"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_plugin_that_fails_is_named_with_its_cause(install: Install, source: str, cause: str) -> None:
+    entry = install("plug_bad", source)
+    with pytest.raises(
+        PluginError, match=rf"plugin 'plug' of dist-plug_bad 2.5 \(plug_bad\).*{cause}"
+    ) as raised:
+        load(entry)
+    assert "\n" not in str(raised.value)
+
+
+def test_two_plugins_cannot_share_a_quantizer_name(install: Install) -> None:
+    entries = install("plug_one", QUANTIZER), install("plug_two", QUANTIZER)
+    with pytest.raises(PluginError, match=r"dist-plug_two 2.5.*name 'mine' is taken: plug_one.Mine has it"):
+        load(*entries)
+
+
+def test_observers_are_plain_callables_in_order(install: Install) -> None:
+    source = """
+from witcert_core import hookimpl
+seen = []
+@hookimpl
+def witcert_on_cell(event):
+    seen.append(event)
+@hookimpl
+def witcert_report():
+    seen.append("report")
+"""
+    manager, _, _ = load(install("plug_seen", source))
+    for observer in cell_observers(manager):
+        observer("event")  # type: ignore[arg-type]
+    for reporter in report_observers(manager):
+        reporter({})
+    assert sys.modules["plug_seen"].seen == ["event", "report"]
+
+
+@pytest.mark.parametrize("hook", ["witcert_on_cell(event)", "witcert_report(summary)", "witcert_report()"])
+def test_an_observer_that_fails_is_named(install: Install, hook: str) -> None:
+    source = f"from witcert_core import hookimpl\n@hookimpl\ndef {hook}:\n    raise RuntimeError('no\\ndisk')"
+    manager, _, _ = load(install("plug_fails", source))
+    (observer,) = (*cell_observers(manager), *report_observers(manager))
+    with pytest.raises(PluginError, match=r"plugin 'dist-plug_fails 2.5:plug': witcert_\w+ failed: .*no disk; fix"):
+        observer({})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Needs:
+    name: ClassVar[str] = "needs"
+    repairs: ClassVar[bool] = True
+    strength: float
+
+    def decide(self, state: object) -> None: ...
+
+
+@dataclass
+class Thawed:
+    name: ClassVar[str] = "thawed"
+    repairs: ClassVar[bool] = True
+
+    def decide(self, state: object) -> None: ...
+
+
+def test_a_gate_that_asks_for_what_no_policy_has_is_named() -> None:
+    gates = GateRegistry()
+    gates.register(Needs)
+    with pytest.raises(PluginError, match=r"gate 'needs' cannot be built from tau, target: .*'strength'"):
+        gates.build("needs", {"tau": 0.2, "target": "tv"})
+    with pytest.raises(PluginError, match="expected a frozen dataclass"):
+        gates.register(Thawed)
+
+
+def test_observer_wrappers_are_refused(install: Install) -> None:
+    source = (
+        "from witcert_core import hookimpl\n@hookimpl(wrapper=True)\ndef witcert_on_cell(event):\n    yield"
+    )
+    manager, _, _ = load(install("plug_wrap", source))
+    with pytest.raises(PluginError, match="witcert_on_cell cannot be a wrapper"):
+        cell_observers(manager)
+
+
+def test_the_process_has_one_manager() -> None:
+    assert plugin_manager() is plugin_manager()

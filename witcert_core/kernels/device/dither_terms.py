@@ -1,0 +1,109 @@
+"""Device functions of the dither: rows drawn by Philox, and what they add to a product with a query.
+
+Shapes: N tokens and M (query row, head) pairs of a tile, NG = ceil(D / 32) groups.
+"""
+
+# Triton functions are compiled from their source, so their parameters carry no Python types.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
+# mypy: disable-error-code="assignment"
+# Triton has no starred tuples.
+# ruff: noqa: RUF005
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from witcert_core.kernels.device.columns import narrow, widen
+
+
+@triton.jit
+def dither_block(seed, rows, layer, head, block, N: tl.constexpr):
+    """Dither of ``rows [N]`` over 16 channels, fp32 ``[N, 16]``: the bytes of one Philox call a row."""
+    zero = rows * 0
+    w0, w1, w2, w3 = tl.philox(seed, zero + rows, zero + layer, zero + head, zero + block)
+    # Joined so that the last two axes run over the words 0, 1, 2, 3.
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)).to(tl.uint32), (N, 4))
+    shift = (tl.arange(0, 4) * 8).to(tl.uint32)
+    byte = tl.reshape((words[:, :, None] >> shift[None, None, :]) & 0xFF, (N, 16))
+    return (byte.to(tl.float32) + 0.5) * (1.0 / 256.0) - 0.5
+
+
+@triton.jit
+def dither_tile(seed, rows, layer, head, g, N: tl.constexpr):
+    """Dither of ``rows [N]`` over the 32 channels of a group, fp32 ``[N, 32]``."""
+    block = g * 2 + tl.arange(0, 2)
+    zero = rows[:, None] * 0 + block[None, :] * 0
+    w0, w1, w2, w3 = tl.philox(seed, zero + rows[:, None], zero + layer, zero + head, zero + block[None, :])
+    # [N, 2, 2, 2]: as above.
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)).to(tl.uint32), (N, 8))
+    shift = (tl.arange(0, 4) * 8).to(tl.uint32)
+    byte = tl.reshape((words[:, :, None] >> shift[None, None, :]) & 0xFF, (N, 32))
+    return (byte.to(tl.float32) + 0.5) * (1.0 / 256.0) - 0.5
+
+
+@triton.jit
+def load_query_block(q_base, valid, keep_ptr, channel, D: tl.constexpr, BYPASS: tl.constexpr):
+    """Queries ``[C, M]`` at ``channel [C]``, 0 at bypassed ones: those have no code and no dither."""
+    keep = channel < D
+    if BYPASS:
+        keep = keep & (tl.load(keep_ptr + channel, mask=keep, other=0) != 0)
+    return tl.load(q_base[None, :] + channel[:, None], mask=keep[:, None] & valid[None, :], other=0.0)
+
+
+@triton.jit
+def row_terms(
+    q_base,
+    valid,
+    keep_ptr,
+    seed,
+    row_id,
+    layer,
+    head,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    NG: tl.constexpr,
+    BYPASS: tl.constexpr,
+):
+    """Tuple of ``kappa_g = <q_g, u_g>`` ``[M]`` of one dither row. A loop over blocks, not unrolled: code is
+    drawn once."""
+    column = tl.arange(0, 8)[:, None]
+    table = tl.zeros((8, M), tl.float32)
+    for b in tl.range(0, (D + 15) // 16, num_stages=1):
+        q = load_query_block(q_base, valid, keep_ptr, b * 16 + tl.arange(0, 16), D, BYPASS).to(tl.float32)
+        u = tl.reshape(dither_block(seed, tl.zeros((1,), tl.int32) + row_id, layer, head, b, 1), (16,))
+        table += tl.where(column == b // 2, tl.sum(q * u[:, None], 0)[None, :], 0.0)
+    out = ()
+    for g in tl.static_range(NG):
+        out = out + (tl.sum(tl.where(column == g, table, 0.0), 0),)
+    return out
+
+
+@triton.jit
+def tile_terms(
+    q_base,
+    valid,
+    keep_ptr,
+    scales,
+    row_id,
+    live,
+    seed,
+    layer,
+    head,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BYPASS: tl.constexpr,
+):
+    """``sum_g s_g <q_g, u_g>`` ``[N, M]`` where every token has a row of its own; ``scales [N]`` point to fp16.
+
+    Sixteen channels at a time: what is live here adds to the registers of the whole kernel.
+    """
+    total = tl.zeros((N, M), tl.float32)
+    for b in tl.range(0, (D + 15) // 16, num_stages=1):
+        q = load_query_block(q_base, valid, keep_ptr, b * 16 + tl.arange(0, 16), D, BYPASS)
+        s = tl.load(scales + b // 2, mask=live, other=0.0).to(tl.float32)
+        u = dither_block(seed, row_id, layer, head, b, N).to(q.dtype)
+        dot = narrow(tl.dot(u, widen(q, M), input_precision="ieee"), M)
+        total += tl.where((s >= 0.0) & (s < float("inf")), s, 0.0)[:, None] * dot
+    return total

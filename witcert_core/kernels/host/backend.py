@@ -1,0 +1,71 @@
+"""Which implementation runs, and a plain error where none can.
+
+``triton`` needs a GPU, or a CPU with ``TRITON_INTERPRET=1`` (tests). ``reference`` is torch in float64 and
+runs anywhere. ``auto`` takes Triton where it can run and refuses otherwise: a slow path is only taken when
+asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.meter.kernel_error import KernelArithmetic
+
+BACKENDS = ("auto", "triton", "reference")
+
+
+def interpreting() -> bool:
+    """True when Triton kernels are interpreted on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def kernels_serve(device: str) -> bool:
+    """Whether what lies on `device` is read by kernels: on a GPU, or anywhere under the interpreter."""
+    return device != "cpu" or interpreting()
+
+
+def resolve(backend: str, device: torch.device) -> str:
+    """``"triton"`` or ``"reference"``.
+
+    Raises:
+        UnsupportedError: an unknown name, Triton not installed, or a device it cannot run on.
+    """
+    if backend not in BACKENDS:
+        raise UnsupportedError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}")
+    if backend == "reference":
+        return backend
+    if importlib.util.find_spec("triton") is None:
+        raise UnsupportedError(
+            "Triton is not installed; install witcert[triton], or ask for backend='reference' (slow, float64)"
+        )
+    if device.type != "cuda" and not interpreting():
+        raise UnsupportedError(
+            f"tensors are on {device.type!r}, where Triton cannot run; move them to a GPU, or ask for "
+            "backend='reference' (slow, float64)"
+        )
+    return "triton"
+
+
+def check_compute_dtype(dtype: torch.dtype) -> None:
+    """Refuse dtypes the kernels cannot compute with; bf16 dots are wrong under Triton's interpreter."""
+    allowed = (torch.float32, torch.float16) if interpreting() else (torch.float32, torch.float16, torch.bfloat16)
+    if dtype not in allowed:
+        names = ", ".join(str(d) for d in allowed)
+        raise UnsupportedError(f"queries have dtype {dtype}; allowed here are {names}")
+
+
+def weights_are_cast(dtype: torch.dtype) -> bool:
+    """Whether attention weights meet V in bfloat16: 16-bit queries on a GPU. The interpreter keeps fp32."""
+    return dtype != torch.float32 and not interpreting()
+
+
+def own_arithmetic(dtype: torch.dtype) -> KernelArithmetic:
+    """What these kernels do with weights and outputs for queries of a dtype: exact float16 values meet float16."""
+    if not weights_are_cast(dtype):
+        return KernelArithmetic((), dtype)
+    exact = (torch.float16,) if dtype == torch.float16 else ()
+    return KernelArithmetic((torch.bfloat16, *exact), dtype)

@@ -1,0 +1,322 @@
+"""Measure cells: bound what compression can have done to each query row and head of one layer.
+
+Reference path, float64, one row at a time. The kernels produce the same accumulators on the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from witcert_core.errors import InputError, did_you_mean, listed
+from witcert_core.meter.audit import Attended, Audit, Read, compare_rows, in_window
+from witcert_core.meter.batching import SideBySide, side_by_side
+from witcert_core.meter.bounds import FORM_NAMES
+from witcert_core.meter.cells import CellBatch, Stored, Terms, bounds_of, in_rows, sum_terms
+from witcert_core.meter.kernel_error import KernelArithmetic, kernel_radius
+from witcert_core.meter.protocols import JointRadii, Radii
+from witcert_core.meter.sums import AccField
+from witcert_core.meter.tv import attention_logits
+
+MAX_CELLS = 4096
+"""Cells whose bounds are taken at a time: a few megabytes for each of their grids."""
+
+
+@dataclass(frozen=True)
+class Summed:
+    """The sums of ``R`` rows and ``H`` heads of one layer, ``terms [R, H, ...]``; the others as in `CellBatch`."""
+
+    terms: Terms
+    form: str
+    has_sink: bool
+    num_visible: Tensor
+    num_quantized: Tensor
+    audit: Audit | None
+    delta_loc: Tensor
+
+
+def measure(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    radii: Radii,
+    sm_scale: float,
+    delta_loc: Sequence[float],
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    form: str = "auto",
+    arithmetic: KernelArithmetic | None = None,
+    exact_k: Tensor | None = None,
+    audit_rows: Tensor | None = None,
+    outputs: Sequence[Tensor | None] | None = None,
+) -> CellBatch:
+    """Meter ``R`` query rows of one layer; the rows and tokens as FlashInfer is given them.
+
+    Args:
+        q: ``[R, H, D]`` queries as attention uses them.
+        k_cache: ``[SLOTS, Hkv, D]`` keys as the kernel reads them.
+        v_cache: ``[SLOTS, Hkv, Dv]`` values as the kernel reads them.
+        kv_indptr: int ``[R + 1]``, row ``r`` sees ``kv_indices[kv_indptr[r]:kv_indptr[r + 1]]``.
+        kv_indices: int slots of the visible tokens in order of position, causality already applied.
+
+    The others as in :func:`measure_rows`.
+
+    Raises:
+        InputError: shapes that do not fit, a row that sees nothing, an unknown form, an audit without keys.
+    """
+    _check(q, k_cache, v_cache, kv_indptr, kv_indices, delta_loc)
+    bounds = kv_indptr.tolist()
+    summed = measure_rows(
+        q,
+        lambda slots: (k_cache.index_select(0, slots), v_cache.index_select(0, slots)),
+        [kv_indices[first:last].to(torch.int64) for first, last in itertools.pairwise(bounds)],
+        radii=radii,
+        sm_scale=sm_scale,
+        delta_loc=delta_loc,
+        logits_soft_cap=logits_soft_cap,
+        window_left=window_left,
+        sinks=sinks,
+        form=form,
+        arithmetic=arithmetic,
+        exact_k=exact_k,
+        audit_rows=audit_rows,
+        outputs=outputs,
+    )
+    return bound_cells([summed])[0]
+
+
+def measure_rows(
+    q: Tensor,
+    read: Read,
+    seen: Sequence[Tensor],
+    *,
+    radii: Radii,
+    sm_scale: float,
+    delta_loc: Sequence[float],
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Tensor | None = None,
+    form: str = "auto",
+    arithmetic: KernelArithmetic | None = None,
+    exact_k: Tensor | None = None,
+    audit_rows: Tensor | None = None,
+    outputs: Sequence[Tensor | None] | None = None,
+) -> Summed:
+    """Sum up ``R`` query rows of one layer; :func:`bound_cells` makes cells of the sums.
+
+    The weights are recomputed in float64 from the stored keys. Those of the engine's own kernel lie within
+    ``tanh(max omega / 2)`` of them, ``omega`` being its arithmetic, and that is added, as is what it does to outputs.
+
+    Args:
+        q: ``[R, H, D]`` queries as attention uses them.
+        read: what the kernel reads in some slots.
+        seen: per row, the int64 slots of its visible tokens in order of position.
+        radii: bounds for this layer's slots.
+        sm_scale: softmax scale.
+        delta_loc: per row, probability each of its cells may spend (0: tier W).
+        logits_soft_cap: 0 for none.
+        window_left: a row sees its own token and this many before it; negative for no window.
+        sinks: ``[H]`` learned sink logits.
+        form: ``auto`` (the meter), or one name of ``FORM_NAMES``.
+        arithmetic: of the engine's kernel; by default the least exact one that the dtypes allow.
+        exact_k: ``[SLOTS, Hkv, D]`` exact keys, for audits.
+        audit_rows: bool ``[R]``, rows whose true TV is computed.
+        outputs: per row what the engine made of it, ``[H, Dv]``, for audits; None where what it read is not known.
+
+    Raises:
+        InputError: a row that sees nothing, an unknown form, an audit without keys.
+    """
+    _check_options(form, exact_k, audit_rows)
+    seen = [in_window(slots, window_left) for slots in seen]
+    for r, slots in enumerate(seen):
+        if slots.numel() == 0:
+            raise InputError(f"row {r} sees no token; leave padded rows out of the batch")
+    num_rows, heads, scale = q.shape[0], q.shape[1], abs(sm_scale)
+    quantized = torch.zeros(num_rows, heads, dtype=torch.int64, device=q.device)
+    parts: list[Terms] = []
+    order: list[int] = []
+    for batch in side_by_side(seen, q[0].numel() if num_rows else 1):
+        rows = q[batch.rows].to(torch.float64)
+        flat = batch.slots.flatten()
+        k, v = (batch.heads(x) for x in read(flat))
+        residuals = radii.residuals(flat)
+        if residuals is not None:
+            residuals = batch.heads(residuals[0]), batch.heads(residuals[1])
+        unseen = batch.unseen(heads)
+        c = key_radii(radii, rows, batch, unseen, scale, [float(delta_loc[r]) for r in batch.rows])
+        rows = rows.flatten(0, 1)
+        logits, centre, stored = centred(rows, k, v.to(torch.float64), residuals, sm_scale, logits_soft_cap)
+        own = arithmetic or KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
+        omega = kernel_radius(rows, k, scale, logits_soft_cap, own)
+        if unseen is not None:
+            logits, omega = logits.masked_fill(unseen, float("-inf")), omega.masked_fill(unseen, 0.0)
+            if stored is not None:
+                stored = replace(stored, logits=stored.logits.masked_fill(unseen, float("-inf")))
+        seen_by = torch.tensor(batch.lengths, dtype=torch.float64, device=q.device).repeat_interleave(heads)
+        parts.append(
+            sum_terms(
+                logits,
+                c,
+                omega,
+                centre,
+                batch.heads(radii.value_radius(flat)),
+                arithmetic=own,
+                num_tokens=seen_by,
+                sinks=None if sinks is None else sinks.repeat(len(batch.rows)),
+                form=form,
+                stored=stored,
+            )
+        )
+        order += batch.rows
+        quantized[batch.rows] = batch.counts(~radii.exact_heads(flat), heads)
+
+    found = None
+    if audit_rows is not None and exact_k is not None:
+        how = Attended(sm_scale, logits_soft_cap, sinks, arithmetic)
+        found = compare_rows(q, outputs or [None] * num_rows, seen, read, exact_k.__getitem__, audit_rows, how)
+    return Summed(
+        terms=in_rows(parts, order, heads, q.device),
+        form=form,
+        has_sink=sinks is not None,
+        num_visible=torch.tensor([slots.numel() for slots in seen], dtype=torch.int64, device=q.device),
+        num_quantized=quantized,
+        audit=found,
+        delta_loc=torch.tensor([float(x) for x in delta_loc], dtype=torch.float64, device=q.device),
+    )
+
+
+def key_radii(
+    radii: Radii, q: Tensor, batch: SideBySide, unseen: Tensor | None, sm_scale: float, delta_loc: list[float]
+) -> Tensor:
+    """Float64 ``[R * H, S]`` for ``q [R, H, D]`` of the rows side by side, 0 where ``unseen`` says so."""
+    if len(batch.rows) > 1 and not any(delta_loc) and isinstance(radii, JointRadii):
+        joint = radii.joint_key_radius(q.flatten(0, 1), batch.slots, sm_scale)
+        if joint is not None:
+            return joint if unseen is None else joint.masked_fill(unseen, 0.0)
+    # Row by row: under the dither law a radius depends on how many tokens its own row sees.
+    slots = [batch.slots[:count, i] for i, count in enumerate(batch.lengths)]
+    each = zip(q, slots, delta_loc, strict=True)
+    return batch.stacked([radii.key_radius(row, own, sm_scale, d).to(torch.float64) for row, own, d in each])
+
+
+def cell_batch(
+    terms: Terms,
+    form: str,
+    has_sink: bool,
+    num_visible: Tensor,
+    num_quantized: Tensor,
+    audit: Audit | None,
+    delta_loc: Tensor,
+) -> CellBatch:
+    """Bounds of the cells whose terms ``[R, H, ...]`` are given; the other fields as in :class:`CellBatch`."""
+    return _bounded([Summed(terms, form, has_sink, num_visible, num_quantized, audit, delta_loc)])[0]
+
+
+def bound_cells(layers: Sequence[Summed]) -> list[CellBatch]:
+    """The cells of some layers, those of several layers in one go: a bound is some hundred small operations."""
+    found: list[CellBatch] = []
+    for _, group in itertools.groupby(layers, key=lambda x: (x.form, x.has_sink, x.terms.acc.shape)):
+        alike = list(group)
+        size = max(1, MAX_CELLS // max(1, alike[0].terms.norm.numel()))
+        for first in range(0, len(alike), size):
+            found += _bounded(alike[first : first + size])
+    return found
+
+
+def _bounded(layers: list[Summed]) -> list[CellBatch]:
+    """The cells of layers of one form and shape, on the host: bounds are many operations on few numbers."""
+    terms = [Terms(*(getattr(x.terms, f.name).cpu() for f in fields(Terms))) for x in layers]
+    together = Terms(*(torch.stack([getattr(x, f.name) for x in terms]) for f in fields(Terms)))
+    bounds = bounds_of(together, layers[0].form, layers[0].has_sink)
+    return [
+        CellBatch(
+            acc=own.acc,
+            meter=bounds.meter[i],
+            form=bounds.form[i],
+            log_a=own.acc[..., AccField.LOG_A],
+            out_bound=bounds.out[i],
+            out_norm=own.norm,
+            num_visible=layer.num_visible.cpu(),
+            num_quantized=layer.num_quantized.cpu(),
+            tv_audit=None if layer.audit is None else layer.audit.tv,
+            delta_loc=layer.delta_loc.cpu(),
+            floor=bounds.floor[i],
+            excess=None if layer.audit is None else layer.audit.excess,
+        )
+        for i, (layer, own) in enumerate(zip(layers, terms, strict=True))
+    ]
+
+
+def centred(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    residuals: tuple[Tensor, Tensor] | None,
+    sm_scale: float,
+    logits_soft_cap: float,
+) -> tuple[Tensor, Tensor, Stored | None]:
+    """Logits ``[C, S]`` and values the radii are around, float64, and what is stored if that is something else.
+
+    The soft cap is 1-Lipschitz, so a radius around the corrected key's logit stays one behind it.
+    """
+    wide = k.to(torch.float64)
+    logits = attention_logits(q, wide, sm_scale, logits_soft_cap)
+    if residuals is None:
+        return logits, v, None
+    corrected = attention_logits(q, wide - residuals[0], sm_scale, logits_soft_cap)
+    return corrected, v - residuals[1], Stored(logits, v)
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    delta_loc: Sequence[float],
+) -> None:
+    if q.dim() != 3 or k_cache.dim() != 3 or v_cache.dim() != 3:
+        raise InputError(
+            f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; "
+            "they must be [R, H, D], [SLOTS, Hkv, D] and [SLOTS, Hkv, Dv]"
+        )
+    same_slots = v_cache.shape[:2] == k_cache.shape[:2]
+    if q.shape[1] % k_cache.shape[1] or q.shape[2] != k_cache.shape[2] or not same_slots:
+        raise InputError(
+            f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)} do not fit: "
+            "H must be a multiple of Hkv, D equal, slots and KV heads of K and V equal"
+        )
+    if kv_indptr.numel() != q.shape[0] + 1 or len(delta_loc) != q.shape[0]:
+        raise InputError(
+            f"{q.shape[0]} rows need kv_indptr of {q.shape[0] + 1} and delta_loc of {q.shape[0]} entries, "
+            f"not {kv_indptr.numel()} and {len(delta_loc)}"
+        )
+    if (
+        bool((kv_indptr.diff() < 0).any())
+        or not 0 <= int(kv_indptr[0]) <= int(kv_indptr[-1]) <= kv_indices.numel()
+    ):
+        raise InputError(
+            f"kv_indptr runs from {int(kv_indptr[0])} to {int(kv_indptr[-1])} over {kv_indices.numel()} indices; "
+            "it must rise from at least 0 to at most their number"
+        )
+    used = kv_indices[int(kv_indptr[0]) : int(kv_indptr[-1])]
+    if bool(((used < 0) | (used >= k_cache.shape[0])).any()):
+        raise InputError(
+            f"kv_indices run from {int(used.min())} to {int(used.max())}; "
+            f"the cache has slots 0..{k_cache.shape[0] - 1}"
+        )
+
+
+def _check_options(form: str, exact_k: Tensor | None, audit_rows: Tensor | None) -> None:
+    if form != "auto" and form not in FORM_NAMES:
+        raise InputError(f"form is {form!r}{did_you_mean(form, FORM_NAMES)}; allowed are auto, {listed(FORM_NAMES)}")
+    if audit_rows is not None and bool(audit_rows.any()) and exact_k is None:
+        raise InputError("audit_rows marks rows but exact_k is missing; pass the exact keys or no audit")

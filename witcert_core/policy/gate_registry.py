@@ -1,0 +1,65 @@
+"""Which gates exist, by the name a policy uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from inspect import isclass
+from typing import Any
+
+from witcert_core.errors import PluginError, did_you_mean, listed
+from witcert_core.policy.gates import Certified, Combined, Gate, Observe, RiskRanked
+
+
+class GateRegistry:
+    """Name -> gate class. A gate that repairs needs every cell, so a policy forces stride 1 for it."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, type[Gate]] = {}
+        for builtin in (Observe, Certified, RiskRanked, Combined):
+            self.register(builtin)
+
+    def register(self, cls: type[Gate]) -> type[Gate]:
+        """Add a frozen dataclass with name, repairs and decide; PluginError if it is none or its name taken.
+
+        Its fields get their values from the keys of the policy's `gate` section with the same names.
+        """
+        frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
+        if not isclass(cls) or not is_dataclass(cls) or not frozen or not callable(getattr(cls, "decide", None)):
+            raise PluginError(
+                f"cannot register gate {cls!r}: expected a frozen dataclass with a method decide"
+            )
+        name, repairs = getattr(cls, "name", None), getattr(cls, "repairs", None)
+        if not isinstance(name, str) or not isinstance(repairs, bool):
+            raise PluginError(
+                f"cannot register gate {cls.__qualname__}: name is {name!r}, repairs is {repairs!r}; "
+                "expected class variables, a string and a bool"
+            )
+        if self._classes.get(name, cls) is not cls:
+            raise PluginError(f"gate name {name!r} is taken; names in use: {listed(self._classes)}")
+        self._classes[name] = cls
+        return cls
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._classes)
+
+    def cls(self, name: str) -> type[Gate]:
+        """The class registered as `name`; PluginError lists the known ones otherwise."""
+        if name not in self._classes:
+            raise PluginError(
+                f"unknown gate {name!r}{did_you_mean(name, self._classes)}; known: {listed(self._classes)}"
+            )
+        return self._classes[name]
+
+    def build(self, name: str, settings: Mapping[str, Any]) -> Gate:
+        """The gate with the settings it has fields for; the others (budget, block size) are the caller's."""
+        cls: Any = self.cls(name)
+        try:
+            gate: Gate = cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
+        except (TypeError, ValueError) as error:
+            raise PluginError(f"gate {name!r} cannot be built from {listed(settings)}: {error}") from error
+        return gate
+
+
+GATES = GateRegistry()
+"""The gates of this process."""

@@ -1,0 +1,356 @@
+"""The policy file: what to quantize, how to meter it, what to do about it, what to report.
+
+Every section but `quantizer` may be left out. Unknown keys and impossible values are refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from witcert_core.errors import PluginError, PolicyError, QuantizerError, listed, yaml_word
+from witcert_core.policy.gates import Gate
+from witcert_core.policy.loader import read_yaml
+from witcert_core.policy.messages import describe_validation_error
+from witcert_core.policy.plugins import gate_registry, quantizer_registry
+from witcert_core.quantizers import Quantizer
+from witcert_core.quantizers.base import DitheredQuantizer, Tier
+from witcert_core.quantizers.engine import EngineCache
+
+MAX_LAYER = 65_535
+MAX_INTEGER = 2**63 - 1
+GATE_SKETCH_BITS = 4
+MAX_BLOCK = 65_536
+_RANGE = re.compile(r"([0-9]{1,9})\s*-\s*([0-9]{1,9})")
+
+
+@contextmanager
+def _at_key(key: str) -> Iterator[None]:
+    """Put the key path before what a registry has to say."""
+    try:
+        yield
+    except (QuantizerError, PluginError) as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def parse_layers(given: object) -> object:
+    """A layer list as written (3, "0-3", [0, "4-7"]) as sorted ids; None, every layer, stays None."""
+    if given is None:
+        return None
+    items = list(given) if isinstance(given, (list, tuple)) else [given]
+    layers: set[int] = set()
+    for item in items:
+        layers.update(_layer_range(item))
+    if not layers:
+        raise ValueError("names no layer; write null for every layer")
+    return tuple(sorted(layers))
+
+
+def _layer_range(item: object) -> range:
+    if isinstance(item, int) and not isinstance(item, bool):
+        first = last = item
+    elif isinstance(item, str) and (match := _RANGE.fullmatch(item.strip())):
+        first, last = int(match[1]), int(match[2])
+    else:
+        raise ValueError(f'has the entry {yaml_word(item)}; allowed: layer ids and ranges, e.g. [0, "4-7"]')
+    if not 0 <= first <= last <= MAX_LAYER:
+        raise ValueError(f"has the entry {yaml_word(item)}; layers run upwards from 0 to at most {MAX_LAYER}")
+    return range(first, last + 1)
+
+
+def _no_lookalike(given: object) -> object:
+    """True and 1.0 equal 1, which is all that Literal asks."""
+    if isinstance(given, (bool, float)):
+        raise ValueError(f"is {yaml_word(given)}, which is no integer; write it as one")
+    return given
+
+
+_NO_LOOKALIKE = BeforeValidator(_no_lookalike)
+Layers = Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, data: Any) -> Any:
+        """YAML reads the key `on` as true and `~` as null."""
+        for key in data if isinstance(data, dict) else ():
+            if not isinstance(key, str):
+                raise ValueError(f"has the key {yaml_word(key)}, which is no text; allowed: {listed(cls.model_fields)}")
+        return data
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise ValueError(f"is {yaml_word(value)}; allowed: at most 2^63 - 1")
+        return value
+
+
+class QuantizerSettings(_Section):
+    """Which quantizer, its parameters, and the layers it applies to (null: all; the others stay exact)."""
+
+    name: str
+    params: dict[str, Any] = Field(default_factory=dict)
+    storage: Literal["simulated", "packed"] = "simulated"
+    layers: Layers = None
+
+    def layers_of(self, model_layers: Sequence[int]) -> tuple[int, ...]:
+        """Those of the model's layer ids that are quantized; PolicyError if one named is not among them."""
+        return _choose(self.layers, model_layers, "quantizer.layers")
+
+
+class MeterSettings(_Section):
+    """What is measured, how often, and with which claim."""
+
+    tier: Literal["auto", "witness", "dither"] = "auto"
+    form: Literal["auto", "extremal", "tanh", "jensen", "needle", "eform", "rms"] = "auto"
+    sketch_bits: Annotated[Literal[0, 2, 4, 8] | None, _NO_LOOKALIKE] = None
+    bands: Annotated[Literal[16, 32] | None, _NO_LOOKALIKE] = None
+    delta: float = Field(default=0.01, gt=0, lt=1)
+    max_rows: int = Field(default=8, ge=1)
+    stride: int = Field(default=32, ge=1)
+    layers: Layers = None
+    audit_every: int = Field(default=0, ge=0)
+    audit_share: float = Field(default=0.0, ge=0, le=1)
+    share_bytes: int = Field(default=2**28, ge=1)
+    share_seed: int | None = None
+    declared_rows: int | None = Field(default=None, ge=1)
+
+    def layers_of(self, model_layers: Sequence[int]) -> tuple[int, ...]:
+        """Those of the model's layer ids that are metered; PolicyError if one named is not among them."""
+        return _choose(self.layers, model_layers, "meter.layers")
+
+
+class GateSettings(_Section):
+    """What is done about a cell whose bound is too high."""
+
+    kind: str = "observe"
+    target: Literal["tv", "output", "both"] = "both"
+    tau: float = Field(default=0.2, gt=0, le=1)
+    tau_out: float = Field(default=0.1, gt=0)
+    risk_tau: float = Field(default=5.0, gt=0)
+    block_size: int = Field(default=16, ge=1, le=MAX_BLOCK)
+    max_pagein_bytes: int | None = Field(default=None, ge=0)
+    shadow_bytes: int | None = Field(default=None, ge=1)
+    on_exhausted: Literal["serve", "abort"] = "serve"
+
+
+class ReportSettings(_Section):
+    """Where the measurements go."""
+
+    jsonl: Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00]*$")] | None = None
+    cells: Literal["none", "worst", "all"] = "none"
+    prometheus: bool = True
+    per_request: bool = True
+
+
+class Policy(_Section):
+    """A checked policy. `Policy(...)` raises pydantic's error, `load_policy` and `parse_policy` ours."""
+
+    version: Annotated[Literal[1], _NO_LOOKALIKE]
+    quantizer: QuantizerSettings
+    prefill_reads: Literal["chunk_exact", "stored"] = "chunk_exact"
+    meter: MeterSettings = Field(default_factory=MeterSettings)
+    gate: GateSettings = Field(default_factory=GateSettings)
+    report: ReportSettings = Field(default_factory=ReportSettings)
+    _quantizer: Quantizer = PrivateAttr()
+    _gate: Gate = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Policy:
+        registry, wanted = quantizer_registry(), self.quantizer
+        with _at_key("quantizer.name"):
+            registry.cls(wanted.name)
+        with _at_key("quantizer.params"):
+            self._quantizer = registry.get(wanted.name, wanted.params)
+        with _at_key("gate.kind"):
+            self._gate = gate_registry().build(self.gate.kind, self.gate.model_dump())
+        self._check_tier()
+        self._check_audits()
+        self._check_bands()
+        self._check_storage()
+        self._check_engine()
+        self._force_stride()
+        self._choose_sketch()
+        if self.report.cells != "none" and self.report.jsonl is None:
+            raise ValueError(
+                f"report.cells: is {self.report.cells!r}, but cell records go to report.jsonl, which is "
+                "null; give it a path or set report.cells to 'none'"
+            )
+        return self
+
+    def _check_tier(self) -> None:
+        if self.meter.tier == "dither" and self._quantizer.tier != "dither":
+            raise ValueError(
+                f"meter.tier: is 'dither', but quantizer {self.quantizer.name!r} has no dither law; "
+                "allowed: 'auto', 'witness', or a dithered quantizer such as 'int8_dither'"
+            )
+        if self.meter.sketch_bits and self.meter.tier == "dither":
+            raise ValueError(
+                f"meter.sketch_bits: is {self.meter.sketch_bits}, but meter.tier is 'dither', whose bound is from the "
+                "law and not from sketches; allowed: 0, or meter.tier 'auto' or 'witness'"
+            )
+        if self.meter.sketch_bits and self.quantizer.storage == "packed":
+            raise ValueError(
+                f"meter.sketch_bits: is {self.meter.sketch_bits}, but the packed cache keeps no sketches; allowed: 0, "
+                "or quantizer.storage 'simulated'"
+            )
+
+    def _check_audits(self) -> None:
+        if self.meter.audit_share and self.meter.audit_every:
+            raise ValueError(
+                f"meter.audit_share: is {self.meter.audit_share}, but meter.audit_every is {self.meter.audit_every}, "
+                "which audits every request already; set one of them to 0"
+            )
+
+    def _check_bands(self) -> None:
+        if self.meter.bands is not None and self.quantizer.storage == "packed":
+            raise ValueError(
+                f"meter.bands: is {self.meter.bands}, but the packed cache keeps no bands; allowed: null, or "
+                "quantizer.storage 'simulated'"
+            )
+
+    def _check_storage(self) -> None:
+        if self.quantizer.storage == "simulated":
+            if self._quantizer.bypass_pairs:
+                raise ValueError(
+                    f"quantizer.storage: is 'simulated', but quantizer {self.quantizer.name!r} keeps outliers beside "
+                    "its codes; allowed: 'packed', or a quantizer without bypass"
+                )
+            return
+        if not isinstance(self._quantizer, DitheredQuantizer):
+            raise ValueError(
+                f"quantizer.storage: is 'packed', but quantizer {self.quantizer.name!r} has no packed layout; "
+                "allowed: 'simulated', or a dithered quantizer such as 'int8_dither'"
+            )
+        if self.quantizer.layers is not None:
+            raise ValueError(
+                "quantizer.storage: is 'packed', but quantizer.layers names some layers only; the packed cache holds "
+                "every layer: set quantizer.layers to null or storage to 'simulated'"
+            )
+
+    def _check_engine(self) -> None:
+        """The engine's own cache holds every layer and has no room for exact blocks."""
+        if not self.meters_engine:
+            return
+        if self.quantizer.layers is not None:
+            raise ValueError(
+                "quantizer.layers: names some layers only, but quantizer 'engine' is whatever the engine stores, in "
+                "every layer; set quantizer.layers to null"
+            )
+        if self._gate.repairs:
+            raise ValueError(
+                f"gate.kind: is {self.gate.kind!r}, which repairs, but the engine's own cache has no room for exact "
+                "blocks; set gate.kind to 'observe' or name a quantizer"
+            )
+
+    def _choose_sketch(self) -> None:
+        """Without a sketch a gate has to restore nearly every block of a coarse quantizer; see docs/meter.md, 2."""
+        if self.meter.sketch_bits is None:
+            usable = self.meter.tier != "dither" and self.quantizer.storage == "simulated"
+            bits = GATE_SKETCH_BITS if self._gate.repairs and usable else 0
+            self.__dict__["meter"] = self.meter.model_copy(update={"sketch_bits": bits})
+
+    def _force_stride(self) -> None:
+        if not self._gate.repairs:
+            return
+        if "stride" in self.meter.model_fields_set and self.meter.stride != 1:
+            raise ValueError(
+                f"meter.stride: is {self.meter.stride}, but gate {self.gate.kind!r} repairs and needs every "
+                "cell; leave the key out, set it to 1, or set gate.kind to 'observe'"
+            )
+        # The model is frozen for its users; this is still its construction.
+        self.__dict__["meter"] = self.meter.model_copy(update={"stride": 1})
+
+    @property
+    def sketch_bits(self) -> int:
+        """Bits a channel of the residuals' sketches, 0 for none."""
+        return self.meter.sketch_bits or 0
+
+    @property
+    def repairs(self) -> bool:
+        """Whether the gate writes exact blocks back."""
+        return self._gate.repairs
+
+    @property
+    def meters_engine(self) -> bool:
+        """Whether the engine's own cache is metered by reading it back (quantizer.name: engine)."""
+        return isinstance(self._quantizer, EngineCache)
+
+    @property
+    def tier(self) -> Tier:
+        """The tier the meter claims: meter.tier, or with 'auto' the quantizer's own, deterministic with sketches."""
+        if self.meter.tier != "auto":
+            return self.meter.tier
+        return "witness" if self.sketch_bits else self._quantizer.tier
+
+    def build_quantizer(self) -> Quantizer:
+        """The quantizer with its parameters; quantizers are frozen, so it is always the same one."""
+        return self._quantizer
+
+    def build_gate(self) -> Gate:
+        """The gate with its thresholds; gates are frozen and decide from what they are shown alone."""
+        return self._gate
+
+
+def _choose(named: tuple[int, ...] | None, model_layers: Sequence[int], key: str) -> tuple[int, ...]:
+    if named is None:
+        return tuple(model_layers)
+    missing = [layer for layer in named if layer not in set(model_layers)]
+    if missing:
+        raise PolicyError(
+            f"{key}: names layer {missing[0]}, but the model's attention layers are {_compact(model_layers)}"
+        )
+    return named
+
+
+def _compact(layers: Sequence[int]) -> str:
+    contiguous = list(layers) == list(range(layers[0], layers[-1] + 1)) if layers else False
+    return f"{layers[0]}-{layers[-1]}" if contiguous else str(list(layers))
+
+
+def parse_policy(data: object, origin: str = "policy") -> Policy:
+    """A Policy from loaded YAML; PolicyError (one line, starting with `origin`) if it is not a valid one."""
+    if not isinstance(data, dict):
+        holds = "is empty" if data is None else f"holds {yaml_word(data)}"
+        raise PolicyError(
+            f"{origin}: {holds}, expected a mapping with at least version and quantizer; "
+            "`witcert policy init` writes one"
+        )
+    try:
+        return Policy.model_validate(data)
+    except ValidationError as error:
+        raise PolicyError(f"{origin}: {describe_validation_error(error, Policy)}") from error
+
+
+def load_policy(path: str | Path) -> Policy:
+    """Read and check a policy file; PolicyError names the file, key path, value and what is allowed."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise PolicyError(f"{path}: cannot be read: {reason}") from error
+    try:
+        data = read_yaml(text)
+    except yaml.YAMLError as error:
+        raise PolicyError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    return parse_policy(data, str(path))

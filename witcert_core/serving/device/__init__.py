@@ -1,0 +1,1 @@
+"""The same with kernels: launches, sums from the device, captured graphs."""

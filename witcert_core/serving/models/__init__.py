@@ -1,0 +1,1 @@
+"""What a model's attention is, as its configuration has it, whatever the engine."""

@@ -1,0 +1,260 @@
+"""Which query rows of a forward pass are metered, and which tokens each of them sees.
+
+A *row* is one query token of one request. Rows that read the quantized cache are counted as seen; of these the ones
+the stride selects are metered, the others are reported as unknown. A row of a first chunk under
+`prefill_reads: chunk_exact` reads no quantized key and is not counted at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from witcert_core.report.claims import AFTER_ITS_ANSWER, NOT_FROM_ITS_START
+from witcert_core.serving.forgotten import Forgotten
+
+if TYPE_CHECKING:
+    from witcert_core.meter.truth import Truth
+
+MAX_TRACKED_REQUESTS = 65536
+LOOKS = 2
+"""Generated tokens after a chunk at which a prefix is looked at. SGLang exchanges the slots of a prompt for equal ones
+when it has the chunk's result, and with its overlap scheduler the first generated token is under way by then."""
+ReadRow = Callable[[int], tuple[Tensor, Tensor]]
+"""Number of a row -> keys [S, Hkv, D] and values [S, Hkv, Dv] that attention read for it, its window applied."""
+
+
+class Attends(Protocol):
+    """How a layer attends."""
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def sm_scale(self) -> float: ...
+
+    @property
+    def logits_soft_cap(self) -> float: ...
+
+    @property
+    def window_left(self) -> int: ...
+
+    @property
+    def sinks(self) -> Tensor | None: ...
+
+
+class Compares(Protocol):
+    """Whoever has the exact keys and values of the audited rows."""
+
+    def compare(self, how: Attends, rows: Tensor, plan: RowPlan, read: ReadRow, numbers: Sequence[int]) -> Truth | None:
+        """The truth about those of the rows `numbers` that are audited; None if none is.
+
+        rows [ROWS, H, D]: the queries of all rows of the plan.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class RequestPass:
+    """One request in a pass: slots [S] int64 of all its tokens in order of position, its `new_tokens` last ones new.
+
+    prefilling: whether the new tokens are of its prompt. Where an engine does not say, a single token after others is
+    taken for a generated one.
+    """
+
+    request_id: str
+    slots: Tensor
+    new_tokens: int
+    prefilling: bool | None = None
+
+
+@dataclass
+class RowCounts:
+    """Running counts of one request: decode rows seen (they set the stride) and rows metered (they spend delta).
+
+    reached: tokens computed so far, prefix included. sampled_from: position of its first token that was sampled, None
+    before that. decoded: generated tokens since its last chunk. without_law: why only deterministic bounds are
+    claimed for it, or ''.
+    """
+
+    decode_rows: int = 0
+    metered: int = 0
+    reached: int = 0
+    sampled_from: int | None = None
+    decoded: int = 0
+    without_law: str = ""
+
+    def follow(self, prefix: int, new: int, decoding: bool, prefilling: bool | None) -> tuple[int, int]:
+        """Take note of a pass. How many of its last new tokens were sampled, and how long the prefix is whose origin
+        must be looked at: that of a chunk, and of the first LOOKS generated tokens after one."""
+        if decoding or prefilling is False:
+            first = prefix
+        elif prefix < self.reached:  # computed once more, after a preemption: behind its prompt with what was sampled
+            first = self.reached
+        else:
+            first = prefix + new
+        if first < prefix + new:
+            self.sampled_from = first if self.sampled_from is None else min(self.sampled_from, first)
+        own = prefix + new if self.sampled_from is None else self.sampled_from
+        looked = 0 if decoding and self.decoded >= LOOKS else min(prefix, own)
+        self.decoded = self.decoded + 1 if decoding else 0
+        self.reached = max(self.reached, prefix + new)
+        return max(prefix + new - max(own, prefix), 0), looked
+
+
+@dataclass(frozen=True)
+class MeteredRow:
+    """One metered row: its request's index in the batch, its place in the flat query tensor and its position.
+
+    ordinal: 1-based count of metered rows of the request, the `t` of the failure budget.
+    """
+
+    request: int
+    token: int
+    position: int
+    ordinal: int
+    audited: bool
+
+
+@dataclass
+class RowPlan:
+    """The metered rows of one pass.
+
+    requests[i] [S_i]: all slots of request i, its new_tokens[i] new ones last, of which the last generated[i] were
+    sampled by this server. prefixes: request -> how many of its first tokens others may have generated, for
+    `GeneratedSlots`. without_law: request -> why it may spend no failure probability. sample: compares the audited rows
+    of sampled requests with the truth.
+    """
+
+    rows: list[MeteredRow]
+    requests: list[Tensor]
+    new_tokens: list[int]
+    unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
+    sample: Compares | None = None
+    generated: list[int] = field(default_factory=list)
+    prefixes: dict[int, int] = field(default_factory=dict)
+    without_law: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.tensor([row.token for row in self.rows], dtype=torch.int64)
+
+    def of_request(self, index: int) -> list[int]:
+        """Numbers of the rows of request `index` of the batch; they follow one another, positions rising."""
+        return [number for number, row in enumerate(self.rows) if row.request == index]
+
+    def slots_of(self, number: int) -> Tensor:
+        """The slots [S] that row `number` sees."""
+        row = self.rows[number]
+        return self.requests[row.request][: row.position + 1]
+
+    def seen_by(self, number: int, window_left: int) -> Tensor:
+        """The slots [S] that row `number` sees through its window; window_left negative for no window."""
+        slots = self.slots_of(number)
+        return slots if window_left < 0 else slots[-(window_left + 1) :]
+
+    def metered_requests(self) -> list[Tensor]:
+        """`requests`, empty for those without a metered row: nothing of them needs to be read."""
+        wanted = {row.request for row in self.rows}
+        return [slots if i in wanted else slots[:0] for i, slots in enumerate(self.requests)]
+
+    @property
+    def audited(self) -> Tensor:
+        return torch.tensor([row.audited for row in self.rows], dtype=torch.bool)
+
+
+class RowPlanner:
+    """Plans every pass of one process; keeps the counts of the requests it has seen.
+
+    Of more than MAX_TRACKED_REQUESTS the one idle longest is forgotten, all but the number of its metered rows. Should
+    it go on, they are counted on from there, and it may spend no failure probability.
+    """
+
+    def __init__(self, *, stride: int, max_rows: int, audit_every: int, stored_prefill: bool) -> None:
+        self.stride = stride
+        self.max_rows = max_rows
+        self.audit_every = audit_every
+        self.stored_prefill = stored_prefill
+        self._requests: OrderedDict[str, RowCounts] = OrderedDict()
+        self._forgotten = Forgotten()
+
+    def request(self, rid: str) -> RowCounts:
+        rows = self._requests.pop(rid, None) or self._first_seen(rid)
+        self._requests[rid] = rows
+        if len(self._requests) > MAX_TRACKED_REQUESTS:
+            oldest, counts = self._requests.popitem(last=False)
+            self._forgotten.add(oldest, counts.metered)
+        return rows
+
+    def _first_seen(self, rid: str) -> RowCounts:
+        metered = self._forgotten.metered(rid)
+        if metered is None:
+            return RowCounts()
+        # Which of its tokens were sampled, and what its prefix was, is not known: all that it writes counts as sampled.
+        return RowCounts(metered=metered, sampled_from=0, without_law=NOT_FROM_ITS_START)
+
+    def knows(self, rid: str) -> bool:
+        """Whether some pass of this request was planned, and it was not forgotten since."""
+        return rid in self._requests
+
+    def knows_prefix(self, rid: str) -> bool:
+        """Whether the next generated token of this request needs its slots looked at no more."""
+        return rid in self._requests and self._requests[rid].decoded >= LOOKS
+
+    def claim_no_law(self, rid: str, why: str) -> None:
+        """Of a request known here: from now on it spends no failure probability."""
+        self._requests[rid].without_law = why
+
+    def forget(self, rid: str) -> None:
+        self._requests.pop(rid, None)
+
+    def plan(self, requests: Sequence[RequestPass]) -> RowPlan:
+        """The plan of a pass; the queries of `requests` follow one another in the flat query tensor."""
+        picked: list[MeteredRow] = []
+        plan = RowPlan(picked, [r.slots for r in requests], [r.new_tokens for r in requests])
+        unmetered = plan.unmetered
+        token = 0
+        for index, request in enumerate(requests):
+            new = request.new_tokens
+            prefix = request.slots.numel() - new
+            counts = self.request(request.request_id)
+            decoding = new == 1 and prefix > 0 and not request.prefilling
+            if decoding and not counts.reached and not counts.without_law:
+                # No request begins with a generated token: an earlier pass of this one went by, or was forgotten.
+                counts.sampled_from, counts.without_law = 0, NOT_FROM_ITS_START
+            # Computed again after a preemption a request has one token more than before at most.
+            longer = counts.decode_rows and (prefix >= counts.reached or prefix + new > counts.reached + 1)
+            if request.prefilling and longer and not counts.without_law:
+                counts.without_law = AFTER_ITS_ANSWER  # the prompt of a session grows turn by turn
+            generated, looked = counts.follow(prefix, new, decoding, request.prefilling)
+            plan.generated.append(generated)
+            if looked:
+                plan.prefixes[index] = looked
+            if counts.without_law:
+                plan.without_law[index] = counts.without_law
+            if decoding:
+                wanted = [0] if counts.decode_rows % self.stride == 0 else []
+                counts.decode_rows += 1
+                if not wanted:
+                    unmetered[index, "stride"] += 1
+            elif prefix > 0 or self.stored_prefill:
+                wanted = self._chunk_rows(new)
+                if len(wanted) < new:
+                    unmetered[index, "stride" if len(wanted) < self.max_rows else "max_rows"] += new - len(wanted)
+            else:
+                wanted = []
+            for offset in wanted:
+                counts.metered += 1
+                audited = self.audit_every > 0 and (counts.metered - 1) % self.audit_every == 0
+                picked.append(MeteredRow(index, token + offset, prefix + offset, counts.metered, audited))
+            token += new
+        return plan
+
+    def _chunk_rows(self, new: int) -> list[int]:
+        """Offsets in a chunk of `new` tokens: the last row, whose token is sampled, and every stride-th before it."""
+        return sorted(range(new - 1, -1, -self.stride)[: self.max_rows])

@@ -1,0 +1,130 @@
+"""What one forward pass measured, on its way to the ledger.
+
+Engines run ahead: a pass may have computed a row for a request that had just finished. So a step's cells are counted
+only for the requests whose tokens the engine commits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from witcert_core.meter.cells import CellBatch
+from witcert_core.meter.measure import Summed, bound_cells
+from witcert_core.meter.truth import Truth
+from witcert_core.report.ledger import RequestLedger
+from witcert_core.serving.passes import MeteredRow
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a repairing gate did for request `index` of the batch in one layer; status [R, H] int64 of `CellStatus`."""
+
+    index: int
+    status: Tensor
+    repaired_blocks: int
+    repaired_bytes: int
+    gave_up: str
+
+    @classmethod
+    def joined(cls, parts: Sequence[Verdict]) -> Verdict:
+        """The verdicts of all ranks on the same rows, heads side by side."""
+        reasons = sorted({part.gave_up for part in parts if part.gave_up})
+        return cls(
+            parts[0].index,
+            torch.cat([part.status for part in parts], 1),
+            sum(part.repaired_blocks for part in parts),
+            sum(part.repaired_bytes for part in parts),
+            "; ".join(reasons),
+        )
+
+
+@dataclass
+class StepCells:
+    """All cells of one forward pass: per layer, R rows, in the order of `rows`.
+
+    witness_layers: the same rows under the deterministic radii, when `layers` used the dither law.
+    summed, witness_summed: layers whose bounds are still to be taken, by `settle`.
+    without_law: requests of the batch that spend no failure probability, with the reason.
+    lost: layers that should have measured these rows and did not, with the reason; their cells are unknown.
+    verdicts: what a repairing gate did, one for each layer and request.
+    truths: what compression really did to the audited rows of sampled requests. not_audited: their other rows, by
+    index in the batch and reason.
+    """
+
+    request_ids: list[str]
+    rows: list[MeteredRow]
+    layers: dict[int, CellBatch] = field(default_factory=dict)
+    witness_layers: dict[int, CellBatch] = field(default_factory=dict)
+    summed: dict[int, Summed] = field(default_factory=dict)
+    witness_summed: dict[int, Summed] = field(default_factory=dict)
+    unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
+    verdicts: list[Verdict] = field(default_factory=list)
+    lost: dict[int, str] = field(default_factory=dict)
+    without_law: dict[int, str] = field(default_factory=dict)
+    truths: dict[int, Truth] = field(default_factory=dict)
+    not_audited: Counter[tuple[int, str]] = field(default_factory=Counter)
+
+    def know(self, layer: int, truth: Truth | None) -> None:
+        """Keep what is known of some rows of a layer, beside what already is."""
+        if truth is not None:
+            self.truths[layer] = Truth.of_parts([self.truths[layer], truth]) if layer in self.truths else truth
+
+    def settle(self) -> None:
+        """Take the bounds of all layers at once."""
+        for summed, layers in ((self.summed, self.layers), (self.witness_summed, self.witness_layers)):
+            layers |= dict(zip(summed, bound_cells(list(summed.values())), strict=True))
+            summed.clear()
+
+    def count(self, ledger: RequestLedger, committed: Collection[int]) -> dict[int, str]:
+        """Count the rows of the committed requests, by index in the batch.
+
+        Returns, for those whose gate gave up in some layer, why.
+        """
+        for index, why in self.without_law.items():
+            if index in committed:
+                ledger.claim_no_law(self.request_ids[index], why)
+        for number, row in enumerate(self.rows):
+            if row.request not in committed:
+                continue
+            if self.lost and not self.layers:
+                ledger.count_unknown(self.request_ids[row.request], 1, next(iter(self.lost.values())))
+                continue
+            for layer, cells in self.layers.items():
+                ledger.observe(
+                    self.request_ids[row.request],
+                    layer,
+                    row.ordinal,
+                    row.position,
+                    cells,
+                    number,
+                    # A row beyond the declared ones was metered deterministically to begin with.
+                    witness_cells=self.witness_layers.get(layer) if float(cells.delta_loc[number]) > 0 else None,
+                )
+            for layer, truth in self.truths.items():
+                found = truth.of(number)
+                if found is not None and layer in self.layers:
+                    ledger.compare(self.request_ids[row.request], self.layers[layer], number, *found)
+            for layer, reason in self.lost.items():
+                ledger.count_lost(self.request_ids[row.request], layer, reason)
+        for (index, reason), count in self.unmetered.items():
+            if index in committed:
+                ledger.count_unknown(self.request_ids[index], count, reason)
+        for (index, reason), count in self.not_audited.items():
+            if index in committed:
+                ledger.count_not_audited(self.request_ids[index], count, reason)
+        gave_up: dict[int, str] = {}
+        for verdict in self.verdicts:
+            if verdict.index not in committed:
+                continue
+            rid = self.request_ids[verdict.index]
+            if verdict.index in self.without_law or not ledger.claims_no_law(rid):  # else the gate went by the law
+                ledger.count_verdict(rid, verdict.status)
+            ledger.count_repair(rid, verdict.repaired_blocks, verdict.repaired_bytes)
+            if verdict.gave_up:
+                gave_up[verdict.index] = verdict.gave_up
+        return gave_up

@@ -1,0 +1,1 @@
+"""Where tokens live, in plain torch, and what repairs them."""

@@ -1,0 +1,109 @@
+"""The tokens that the requests of a pass read, taken out of the pool once and addressed by place, not by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from witcert_core.meter.protocols import Radii
+from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.passes import MeteredRow
+
+
+@dataclass(frozen=True)
+class PlacedRadii:
+    """`Radii` by place: token i came from slot `slots[i]`, is exact where `exact[i]` and unknown where `unknown[i]`.
+
+    slots [M] int64, exact and unknown [M] bool or None. Exact tokens have radius 0 but still count in the union over
+    tokens; unknown ones have an infinite radius.
+    """
+
+    inner: Radii
+    slots: Tensor
+    exact: Tensor | None = None
+    unknown: Tensor | None = None
+
+    def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
+        radius = self.inner.key_radius(q, self.slots[slots], sm_scale, delta_loc)
+        radius = radius if self.exact is None else radius.masked_fill(self.exact[slots], 0.0)
+        return radius if self.unknown is None else radius.masked_fill(self.unknown[slots], float("inf"))
+
+    def value_radius(self, slots: Tensor) -> Tensor:
+        radius = self.inner.value_radius(self.slots[slots])
+        radius = radius if self.exact is None else radius.masked_fill(self.exact[slots, None], 0.0)
+        return radius if self.unknown is None else radius.masked_fill(self.unknown[slots, None], float("inf"))
+
+    def residuals(self, slots: Tensor) -> tuple[Tensor, Tensor] | None:
+        found = self.inner.residuals(self.slots[slots])
+        if found is None or self.exact is None:
+            return found
+        exact = self.exact[slots, None, None]
+        return found[0].masked_fill(exact, 0.0), found[1].masked_fill(exact, 0.0)
+
+    def exact_heads(self, slots: Tensor) -> Tensor:
+        heads = self.inner.exact_heads(self.slots[slots])
+        heads = heads if self.exact is None else heads | self.exact[slots, None]
+        return heads if self.unknown is None else heads & ~self.unknown[slots, None]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """M tokens, one request after the other: k [M, Hkv, D], v [M, Hkv, Dv]; `starts` [requests + 1]."""
+
+    k: Tensor
+    v: Tensor
+    radii: PlacedRadii
+    starts: list[int]
+
+    @property
+    def slots(self) -> Tensor:
+        """[M], where the tokens came from."""
+        return self.radii.slots
+
+    def read(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values by place."""
+        return self.k.index_select(0, places), self.v.index_select(0, places)
+
+    def knows(self, places: Tensor) -> bool:
+        """Whether what the engine read in all these places is known."""
+        return self.radii.unknown is None or not bool(self.radii.unknown[places].any())
+
+    def seen(self, rows: Sequence[MeteredRow]) -> list[Tensor]:
+        """The places [S] that each row sees."""
+        places = torch.arange(self.starts[-1], device=self.slots.device)
+        return [places[self.starts[r.request] :][: r.position + 1] for r in rows]
+
+
+def gather(
+    slots: Sequence[Tensor],
+    inner: Radii,
+    read: Callable[[Tensor], tuple[Tensor, Tensor]],
+    own: AttentionCall | None = None,
+    new_tokens: Sequence[int] | None = None,
+) -> Gathered:
+    """What `slots[i]` [S_i] of each request i hold, in order of position; `read(slots)` gives k and v, copies.
+
+    own: the new tokens of the pass that are read exactly, whichever request reads them: their slots are not written
+    yet, and an engine may hand out a prefix in the very pass that computes it. None where all read what is stored.
+    new_tokens: how many of each request's last tokens are new, where the engine attends by itself: it reads exactly
+    what a request brings, and what it finds in the slots that another one fills in this pass is not known.
+    """
+    flat = torch.cat(list(slots))
+    k, v = read(flat)
+    exact = unknown = None
+    if own is not None:
+        order = own.slots.argsort()
+        nearest = torch.searchsorted(own.slots[order], flat).clamp(max=own.slots.numel() - 1)
+        place = order[nearest]
+        exact = own.slots[place] == flat
+        if new_tokens is not None:
+            lengths = zip([mine.numel() for mine in slots], new_tokens, strict=True)
+            brought = [torch.arange(length, device=flat.device) >= length - new for length, new in lengths]
+            unknown = exact & ~torch.cat(brought)
+            exact = exact & ~unknown
+        k[exact], v[exact] = own.exact_k[place[exact]].to(k), own.exact_v[place[exact]].to(v)
+    return Gathered(k, v, PlacedRadii(inner, flat, exact, unknown), [0, *accumulate(mine.numel() for mine in slots)])
