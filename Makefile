@@ -47,6 +47,7 @@ test-full: test
 
 lint: $(ENVS)/core/.ready
 	$(CORE)/ruff check .
+	$(CORE)/ruff format --check --quiet .
 	$(CORE)/mypy
 
 lean: $(ENVS)/core/.ready

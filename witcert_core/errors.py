@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-
 class WitCertError(Exception):
     """Base of all deliberate errors; catch this to catch them all."""
 

@@ -14,9 +14,7 @@ from witcert_core.quantizers.rotary import RotarySpec
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, None), (80, None), (96, 32), (64, 0), (20, 6)])
 @pytest.mark.parametrize("num_bands", [1, 3, 16, 64])
-def test_bands_are_unions_of_pairs_and_leave_pass_through_channels_apart(
-    head_dim, rotary_dim, interleaved, num_bands
-):
+def test_bands_are_unions_of_pairs_and_leave_pass_through_channels_apart(head_dim, rotary_dim, interleaved, num_bands):
     spec = RotarySpec(head_dim, rotary_dim, interleaved)
     bands = band_map(spec, num_bands)
     of_pair = bands.channel_band[spec.pair_channels()]
@@ -40,9 +38,7 @@ def test_norms_equal_a_plain_loop_in_any_leading_shape():
     bands = band_map(RotarySpec(24, 12), 4)
     x = torch.randn(2, 3, 24)
     for b in range(bands.num_bands):
-        torch.testing.assert_close(
-            bands.norms(x)[..., b], x.double()[..., bands.channel_band == b].norm(dim=-1)
-        )
+        torch.testing.assert_close(bands.norms(x)[..., b], x.double()[..., bands.channel_band == b].norm(dim=-1))
 
 
 @pytest.mark.parametrize("size", [1e-300, 5e-324, 1e300])
@@ -154,9 +150,7 @@ def test_32_bands_bound_tighter_and_never_below_the_truth(name):
     spec = RotarySpec(128)
     keys = torch.randn(40, 2, 128) * torch.logspace(-1, 1, 128)
     ctx = QuantContext((0, 1), 128, spec, torch.float32)
-    stored = (
-        quantizer_registry().get(name).fake_quantize(keys, kind="k", layer=0, positions=torch.arange(40), ctx=ctx)
-    )
+    stored = quantizer_registry().get(name).fake_quantize(keys, kind="k", layer=0, positions=torch.arange(40), ctx=ctx)
     q = torch.randn(4, 128, dtype=torch.float64)
     error = torch.einsum("kgd,skd->kgs", q.view(2, 2, 128), (stored - keys).double()).flatten(0, 1).abs()
     found = []

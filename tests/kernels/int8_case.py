@@ -184,9 +184,7 @@ def repair_every_third(data: Int8Case, dtype: torch.dtype) -> RepairedPages:
     for head in range(heads):
         entries = torch.arange(len(used), dtype=torch.int32) * heads + head
         exact = [x[used, :, head].to(dtype).contiguous() for x in (data.exact_k, data.exact_v)]
-        repair_pages(
-            side, torch.tensor(used, dtype=torch.int32), torch.full_like(entries, head), entries, *exact
-        )
+        repair_pages(side, torch.tensor(used, dtype=torch.int32), torch.full_like(entries, head), entries, *exact)
     data.k_scales[used], data.v_scales[used], data.witness[used] = float("nan"), float("nan"), 255
     if data.bypass is not None:
         data.bypass.k[used] = float("nan")

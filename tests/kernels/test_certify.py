@@ -37,9 +37,7 @@ FACTORS: dict[str, list[Any]] = {
 class Pool:
     """One pool with poisoned unused slots, written by the kernel or the reference."""
 
-    def __init__(
-        self, length: int, page: int, dim: int, dtype: torch.dtype, bands: BandMap, backend: str = "auto"
-    ):
+    def __init__(self, length: int, page: int, dim: int, dtype: torch.dtype, bands: BandMap, backend: str = "auto"):
         g = torch.Generator().manual_seed(3)
         self.table, pages = page_table((length,), page, g)
         shape = (pages, page, 1)
@@ -116,9 +114,7 @@ def check(case: dict[str, Any]) -> None:
                 q[r].double(), keys[seen].double(), 0.5 / case["D"] ** 0.5, extra.get("logits_soft_cap", 0.0)
             )
             if case["option"] == "alibi":
-                z = z + extra["alibi_slopes"].double()[:, None] * (
-                    torch.arange(first, position + 1) - position
-                )
+                z = z + extra["alibi_slopes"].double()[:, None] * (torch.arange(first, position + 1) - position)
             weights.append(softmax_with_sink(z, extra.get("sinks")))
         assert bool((got.meter()[0][r] >= total_variation(*weights)).all())
 
@@ -140,9 +136,7 @@ def test_matches_float64_everywhere(index: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dim", [64, 80])
-def test_witness_kernel_is_never_below_the_residual_and_at_most_one_code_above(
-    dtype: torch.dtype, dim: int
-) -> None:
+def test_witness_kernel_is_never_below_the_residual_and_at_most_one_code_above(dtype: torch.dtype, dim: int) -> None:
     bands = band_map(RotarySpec(dim))
     kernel, plain = (Pool(37, 16, dim, dtype, bands, backend) for backend in ("auto", "reference"))
     assert torch.equal(kernel.at(kernel.k), plain.at(plain.k))
@@ -193,9 +187,7 @@ def test_witness_of_extreme_residuals() -> None:
     fake[0, 0, 8], fake[0, 0, 16], fake[0, 0, 24] = 1e-30, 1e30, float("nan")
     k, v = torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, 1, 32)
     witness, values = torch.zeros(1, 1, 1, 4, dtype=torch.uint8), torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
-    write_with_witness(
-        exact, exact, fake, exact, (k, v), witness, values, torch.zeros(1, dtype=torch.int64), bands
-    )
+    write_with_witness(exact, exact, fake, exact, (k, v), witness, values, torch.zeros(1, dtype=torch.int64), bands)
     assert witness.flatten().tolist() == [0, 1, 255, 255]
     assert values.flatten().tolist() == [0]
 
@@ -222,9 +214,7 @@ def test_unknown_slot_makes_the_meter_one_and_rows_may_come_in_any_order() -> No
         layer=1,
         **rows,
     )
-    want = certify(
-        q, (pool.k, pool.v), pool.witness, pool.table, bands, max_kv_len=70, backend="reference", **rows
-    )
+    want = certify(q, (pool.k, pool.v), pool.witness, pool.table, bands, max_kv_len=70, backend="reference", **rows)
     assert got.meter()[0][0].tolist() == [1.0, 1.0] == got.meter()[0][2].tolist()
     assert bool((got.meter()[0][1] < 1.0).all())
     assert_outward(got.acc[1:2], want.acc[1:2])

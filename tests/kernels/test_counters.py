@@ -51,9 +51,7 @@ def test_replays_read_new_inputs_and_advance_the_counter_and_a_skipped_meter_is_
         paged_kv_indices_buffer=torch.zeros(9, dtype=torch.int32),
         paged_kv_last_page_len_buffer=torch.zeros(2, dtype=torch.int32),
     )
-    wrapper = BatchDecodeWithInt8PagedKVCacheWrapper(
-        data.head_ids, KEY, use_cuda_graph=True, max_kv_len=64, **buffers
-    )
+    wrapper = BatchDecodeWithInt8PagedKVCacheWrapper(data.head_ids, KEY, use_cuda_graph=True, max_kv_len=64, **buffers)
     cache = data.cache("NHD")
     pool = (cache, data.k_scales, data.v_scales, data.row_ids)
 

@@ -102,9 +102,7 @@ def test_alone_equals_in_a_batch_bitwise_and_metered_equals_unmetered() -> None:
     assert torch.equal(together[0], plain[0])
     assert torch.equal(together[1], plain[1])
     for r, length in enumerate(data.lengths):
-        alone = decode_int8(
-            q[r : r + 1], *pool, data.only(r), data.row_ids, max_kv_len=max(length, 1), **common
-        )
+        alone = decode_int8(q[r : r + 1], *pool, data.only(r), data.row_ids, max_kv_len=max(length, 1), **common)
         for batch, single in zip(together, alone, strict=True):
             assert torch.equal(batch[r], single[0])
     assert bool(together[0][3].eq(0).all())
@@ -112,9 +110,7 @@ def test_alone_equals_in_a_batch_bitwise_and_metered_equals_unmetered() -> None:
     assert bool(together[2][3].isinf().all())
 
 
-@pytest.mark.parametrize(
-    "spoil", ["k_scale_nan", "k_scale_inf", "row_never", "q_nan", "q_inf", "v_scale_nan"]
-)
+@pytest.mark.parametrize("spoil", ["k_scale_nan", "k_scale_inf", "row_never", "q_nan", "q_inf", "v_scale_nan"])
 def test_the_unknown_is_reported_as_unknown(spoil: str) -> None:
     data = make_case((70,), 16, 64, 1)
     q = queries(data, 1, torch.float32)

@@ -19,9 +19,7 @@ from witcert_core.quantizers.rotary import RotarySpec
 from .int8_case import KEY, LAYER, Int8Case, make_case, queries
 
 
-def recorded(
-    monkeypatch: pytest.MonkeyPatch, package: Any, name: str, call: Any
-) -> tuple[Any, tuple[Any, ...]]:
+def recorded(monkeypatch: pytest.MonkeyPatch, package: Any, name: str, call: Any) -> tuple[Any, tuple[Any, ...]]:
     """The op ``package.name`` and the arguments that ``call`` hands it; the op itself is not run."""
     op, seen = getattr(package, name), []
     monkeypatch.setattr(package, name, lambda *arguments: seen.append(arguments))

@@ -22,12 +22,8 @@ def test_replay_in_kept_buffers_equals_a_fresh_call() -> None:
         paged_kv_indices_buffer=torch.zeros(50, dtype=torch.int32),
         paged_kv_last_page_len_buffer=torch.zeros(2, dtype=torch.int32),
     )
-    wrapper = BatchDecodeWithInt8PagedKVCacheWrapper(
-        data.head_ids, KEY, use_cuda_graph=True, max_kv_len=600, **buffers
-    )
-    shape: dict[str, Any] = dict(
-        num_qo_heads=2, num_kv_heads=1, head_dim=64, page_size=16, q_data_type=torch.float32
-    )
+    wrapper = BatchDecodeWithInt8PagedKVCacheWrapper(data.head_ids, KEY, use_cuda_graph=True, max_kv_len=600, **buffers)
+    shape: dict[str, Any] = dict(num_qo_heads=2, num_kv_heads=1, head_dim=64, page_size=16, q_data_type=torch.float32)
     pool = (data.cache("NHD"), data.k_scales, data.v_scales)
     for table in (data.table, data.table):
         wrapper.plan(table.indptr, table.indices, table.last_page_len, pos_encoding_mode="ALIBI", **shape)
@@ -56,9 +52,7 @@ def test_refusals() -> None:
         BatchDecodeWithInt8PagedKVCacheWrapper(data.head_ids, KEY, use_cuda_graph=True)
     wrapper = BatchDecodeWithInt8PagedKVCacheWrapper(data.head_ids, KEY, max_kv_len=10)
     with pytest.raises(InputError, match="run before plan"):
-        wrapper.run(
-            torch.zeros(1, 2, 64), data.cache("NHD"), data.k_scales, data.v_scales, data.row_ids, layer=0
-        )
+        wrapper.run(torch.zeros(1, 2, 64), data.cache("NHD"), data.k_scales, data.v_scales, data.row_ids, layer=0)
     with pytest.raises(InputError, match="20 tokens; max_kv_len is 10"):
         wrapper.plan(*table, 2, 1, 64, 16)
     with pytest.raises(UnsupportedError, match="ROPE_LLAMA"):

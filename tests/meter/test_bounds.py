@@ -130,9 +130,7 @@ def test_intervals_tile_the_unit_interval():
     assert edges.diff().max() == 1 / 64
 
 
-@pytest.mark.parametrize(
-    "acc", [torch.zeros(2, 16, dtype=torch.float16), torch.zeros(2, 15)], ids=["dtype", "width"]
-)
+@pytest.mark.parametrize("acc", [torch.zeros(2, 16, dtype=torch.float16), torch.zeros(2, 15)], ids=["dtype", "width"])
 def test_other_accumulators_are_refused(acc):
     with pytest.raises(InputError, match="float32 or float64"):
         meter(acc)
@@ -143,14 +141,8 @@ def cells(draw):
     size = draw(st.integers(1, 9))
     logits = draw(st.lists(st.floats(-40, 40), min_size=size, max_size=size))
     tiny = st.floats(0, 2.0**-30)
-    c = draw(
-        st.lists(
-            st.one_of(st.floats(0, 38), st.floats(0, 1), tiny, st.just(0.0)), min_size=size, max_size=size
-        )
-    )
-    part = draw(
-        st.lists(st.one_of(st.floats(-1, 1), st.sampled_from([-1.0, 1.0])), min_size=size, max_size=size)
-    )
+    c = draw(st.lists(st.one_of(st.floats(0, 38), st.floats(0, 1), tiny, st.just(0.0)), min_size=size, max_size=size))
+    part = draw(st.lists(st.one_of(st.floats(-1, 1), st.sampled_from([-1.0, 1.0])), min_size=size, max_size=size))
     p = torch.softmax(torch.tensor(logits, dtype=torch.float64), -1)
     radius = torch.tensor(c, dtype=torch.float64)
     return p, radius, radius * torch.tensor(part, dtype=torch.float64)

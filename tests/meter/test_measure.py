@@ -156,10 +156,7 @@ def test_every_form_can_be_asked_for(form):
 def test_the_meter_is_the_bound_of_the_recomputed_weights_plus_the_kernels_arithmetic():
     store = Store("witness", slots=9)
     q, _, indices, cells = run(store, lengths=(9,), form="extremal")
-    z = (
-        torch.einsum("hd,shd->hs", q[0].double(), store.k[indices.long()].double().repeat_interleave(2, 1))
-        * SCALE
-    )
+    z = torch.einsum("hd,shd->hs", q[0].double(), store.k[indices.long()].double().repeat_interleave(2, 1)) * SCALE
     c = store.key_radius(q[0].double(), indices.long(), SCALE, 0.0)
     omega = arithmetic_radius(q[0], store.k[indices.long()], SCALE) + 2.0**-20 + 9 * 2.0**-27
     expected = extremal.bound(torch.softmax(z, -1), c) + torch.tanh(omega.amax(-1) / 2)

@@ -150,9 +150,7 @@ def test_the_unknown_is_infinite_or_still_bounded_but_never_nan(field, bad):
     ],
 )
 def test_relative_bound(bound, norm, relative):
-    assert relative_output_bound(torch.tensor([bound]), torch.tensor([norm])).item() == pytest.approx(
-        relative
-    )
+    assert relative_output_bound(torch.tensor([bound]), torch.tensor([norm])).item() == pytest.approx(relative)
 
 
 def test_absent_values_leave_the_output_unknown():

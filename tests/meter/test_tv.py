@@ -27,9 +27,7 @@ def test_tiny_distances_keep_their_precision(lift, scale):
         exact = tv_in_decimals(p.tolist(), eps.tolist())
         assert total_variation_of_errors(p, eps).item() == pytest.approx(exact, rel=1e-11, abs=1e-300)
         # ... also when rounding left the weights' sum beside 1.
-        assert total_variation_of_errors(p * (1 + 3e-16), eps).item() == pytest.approx(
-            exact, rel=1e-11, abs=1e-300
-        )
+        assert total_variation_of_errors(p * (1 + 3e-16), eps).item() == pytest.approx(exact, rel=1e-11, abs=1e-300)
 
 
 def test_the_plain_distance_agrees_where_it_can():

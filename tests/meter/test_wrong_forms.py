@@ -162,9 +162,7 @@ def test_one_dither_row_for_a_whole_request():
 def hard_radius(seed):
     gen = torch.Generator().manual_seed(seed)
     q = torch.randn(1, DIM, generator=gen, dtype=torch.float64)
-    return radii.radius_dither(q, torch.full((1, 1, DIM // 32), 0.25, dtype=torch.float16), SCALE, 0.0, 2)[
-        0, 0
-    ]
+    return radii.radius_dither(q, torch.full((1, 1, DIM // 32), 0.25, dtype=torch.float16), SCALE, 0.0, 2)[0, 0]
 
 
 def test_repaired_tokens_left_out_of_the_union():

@@ -44,9 +44,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "params", "sections"), CASES, ids=str)
-def test_the_truth_of_a_sample_is_the_full_audits(
-    name: str, params: dict[str, Any], sections: dict[str, Any]
-) -> None:
+def test_the_truth_of_a_sample_is_the_full_audits(name: str, params: dict[str, Any], sections: dict[str, Any]) -> None:
     full, _ = play(engine(name, params=params, meter={"audit_every": 1}, **sections))
     sampled, summaries = play(engine(name, params=params, **sections))
     compared = 0

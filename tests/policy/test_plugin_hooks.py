@@ -146,9 +146,7 @@ def test_bad_gates_are_refused(record: type, message: str) -> None:
 )
 def test_a_plugin_that_fails_is_named_with_its_cause(install: Install, source: str, cause: str) -> None:
     entry = install("plug_bad", source)
-    with pytest.raises(
-        PluginError, match=rf"plugin 'plug' of dist-plug_bad 2.5 \(plug_bad\).*{cause}"
-    ) as raised:
+    with pytest.raises(PluginError, match=rf"plugin 'plug' of dist-plug_bad 2.5 \(plug_bad\).*{cause}") as raised:
         load(entry)
     assert "\n" not in str(raised.value)
 
@@ -214,9 +212,7 @@ def test_a_gate_that_asks_for_what_no_policy_has_is_named() -> None:
 
 
 def test_observer_wrappers_are_refused(install: Install) -> None:
-    source = (
-        "from witcert_core import hookimpl\n@hookimpl(wrapper=True)\ndef witcert_on_cell(event):\n    yield"
-    )
+    source = "from witcert_core import hookimpl\n@hookimpl(wrapper=True)\ndef witcert_on_cell(event):\n    yield"
     manager, _, _ = load(install("plug_wrap", source))
     with pytest.raises(PluginError, match="witcert_on_cell cannot be a wrapper"):
         cell_observers(manager)

@@ -103,8 +103,7 @@ def test_defaults() -> None:
         ({"quantizer": {}}, "p.yaml: quantizer.name: is missing; it has no default"),
         (
             {"quantizer": {"name": "int4_token_grp"}},
-            "p.yaml: quantizer.name: unknown quantizer 'int4_token_grp' (did you "
-            "mean 'int4_token_group'?); known: ",
+            "p.yaml: quantizer.name: unknown quantizer 'int4_token_grp' (did you mean 'int4_token_group'?); known: ",
         ),
         (
             {"quantizer": {"name": "int4_token_group", "params": {"group": 3}}},
@@ -215,9 +214,7 @@ def test_sketches_and_the_law_of_a_dither_exclude_each_other() -> None:
 def test_a_gate_that_repairs_meters_every_row(kind: str) -> None:
     assert policy(gate={"kind": kind}).meter.stride == 1
     assert policy(gate={"kind": kind}, meter={"stride": 1}).repairs
-    with pytest.raises(
-        PolicyError, match=f"meter.stride: is 32, but gate '{kind}' repairs and needs every cell"
-    ):
+    with pytest.raises(PolicyError, match=f"meter.stride: is 32, but gate '{kind}' repairs and needs every cell"):
         policy(gate={"kind": kind}, meter={"stride": 32})
 
 
@@ -283,9 +280,7 @@ def test_layers_of_a_model() -> None:
     p = policy(meter={"layers": [1, 5]})
     assert p.quantizer.layers_of(range(6)) == tuple(range(6))
     assert p.meter.layers_of(range(6)) == (1, 5)
-    with pytest.raises(
-        PolicyError, match=r"meter\.layers: names layer 5, but the model's attention layers are 0-4"
-    ):
+    with pytest.raises(PolicyError, match=r"meter\.layers: names layer 5, but the model's attention layers are 0-4"):
         p.meter.layers_of(range(5))
     with pytest.raises(PolicyError, match=r"names layer 1, but the model's attention layers are \[3, 5, 9\]"):
         p.meter.layers_of([3, 5, 9])
@@ -350,9 +345,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         load_policy(tmp_path / "latin.yaml")
 
 
-@pytest.mark.parametrize(
-    ("written", "delta"), [("1e-3", 1e-3), ("1.0e-3", 1e-3), ("5E-2", 0.05), ("0.01", 0.01)]
-)
+@pytest.mark.parametrize(("written", "delta"), [("1e-3", 1e-3), ("1.0e-3", 1e-3), ("5E-2", 0.05), ("0.01", 0.01)])
 def test_numbers_are_numbers(written: str, delta: float, tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text(f"version: 1\nquantizer: {{name: none}}\nmeter: {{delta: {written}}}")

@@ -182,9 +182,7 @@ def test_every_test_cited_exists():
 def test_sizes_are_those_of_the_layout():
     layouts = (KVLayout(128), KVLayout(128, stored_witness=True), KVLayout(128, bypass_pairs=4), KVLayout(80))
     shown = [tuple(row[1:]) for row in table_rows("meter.md", r"`int8_dither(_w)?`|four channel pairs .*")]
-    assert shown == [
-        (str(x.head_dim), str(x.bytes_per_token_head), f"{x.capacity_ratio():.2f}x") for x in layouts
-    ]
+    assert shown == [(str(x.head_dim), str(x.bytes_per_token_head), f"{x.capacity_ratio():.2f}x") for x in layouts]
     assert [x.bytes_per_token_head for x in layouts] == [272, 276, 288, 172]
     assert REGISTRY.get("int8_dither_bypass").bytes_per_token_head(128) == 288
     for quantizer, layout in zip(("int8_dither", "int8_dither_w"), layouts, strict=False):
@@ -226,11 +224,7 @@ def test_figures_of_the_readme_and_the_mathematics():
     delta, tau = MeterSettings().delta, GateSettings().tau
     assert re.findall(r"1 − δ \(default ([\d.]+)\)", readme) == [str(delta)]
     assert re.findall(r"\\delta\$, by default ([\d.]+\d)", meter) == [str(delta)]
-    assert (
-        re.findall(r"τ = ([\d.]+\d)", readme)
-        == [str(tau)]
-        == re.findall(r"\\tau\$, by default ([\d.]+\d)", meter)
-    )
+    assert re.findall(r"τ = ([\d.]+\d)", readme) == [str(tau)] == re.findall(r"\\tau\$, by default ([\d.]+\d)", meter)
 
     assert re.findall(r"last (\d+) requests", readme) == [str(answers.KEPT_SUMMARIES)]
     assert "2⁻⁸" in TEXT["limits.md"]

@@ -28,9 +28,7 @@ def test_every_name_is_documented(name: str) -> None:
 
 def test_nothing_public_is_missing_from_all() -> None:
     public = {
-        name
-        for name, thing in vars(witcert_core).items()
-        if not name.startswith("_") and not inspect.ismodule(thing)
+        name for name, thing in vars(witcert_core).items() if not name.startswith("_") and not inspect.ismodule(thing)
     }
     assert public == set(witcert_core.__all__)
 

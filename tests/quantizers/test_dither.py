@@ -63,10 +63,7 @@ def test_a_row_is_the_bytes_of_its_counter():
     for n, row in enumerate(ids):
         for h, head in enumerate(heads):
             data = b"".join(
-                b"".join(
-                    x.to_bytes(4, "little")
-                    for x in philox_in_integers((row, layer, head, block), KEY.words())
-                )
+                b"".join(x.to_bytes(4, "little") for x in philox_in_integers((row, layer, head, block), KEY.words()))
                 for block in range(5)
             )
             assert u[n, h].tolist() == [(j + 0.5) / 256 - 0.5 for j in data]
@@ -153,10 +150,7 @@ def test_what_fp16_cannot_scale_gets_an_infinite_scale_never_a_clipped_code(bad)
     stored = dither.dequantize_int8(codes, scales, u)
     assert bool(stored.isfinite().all())
     assert not bool(stored[..., :32].any())
-    assert (
-        dither.decode_group_witness(dither.group_witness_codes(x, stored, scales), scales)[0, 0, 0]
-        == math.inf
-    )
+    assert dither.decode_group_witness(dither.group_witness_codes(x, stored, scales), scales)[0, 0, 0] == math.inf
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -194,13 +188,9 @@ def test_the_quantizer_follows_that_law():
     u = ((torch.arange(256) + 0.5) / 256 - 0.5).reshape(256, 1, 1).expand(256, 1, 32)
     x = torch.randn(32).repeat(256, 1, 1)
     codes, scales = dither.quantize_int8(x, u)
-    residual = (dither.dequantize_int8(codes, scales, u).double() - x.double())[:, 0] / scales.double()[
-        0, 0, 0
-    ]
+    residual = (dither.dequantize_int8(codes, scales, u).double() - x.double())[:, 0] / scales.double()[0, 0, 0]
     assert bool((residual.mean(0).abs() <= 1 / 512 + 1e-5).all())
-    assert torch.allclose(
-        residual.var(0, unbiased=False), torch.tensor((1 - 4.0**-8) / 12).double(), atol=1e-5
-    )
+    assert torch.allclose(residual.var(0, unbiased=False), torch.tensor((1 - 4.0**-8) / 12).double(), atol=1e-5)
 
 
 @pytest.mark.parametrize("dim", [32, 80, 128])
@@ -211,9 +201,7 @@ def test_group_witness_bounds_the_residual_and_is_tight(dim):
     stored = dither.dequantize_int8(codes, scales, u)
     bound = dither.decode_group_witness(dither.group_witness_codes(x, stored, scales), scales)
     pad = -dim % 32
-    norm = (
-        torch.nn.functional.pad(stored.double() - x.double(), (0, pad)).unflatten(-1, (-1, 32)).norm(dim=-1)
-    )
+    norm = torch.nn.functional.pad(stored.double() - x.double(), (0, pad)).unflatten(-1, (-1, 32)).norm(dim=-1)
     assert bool((bound >= norm).all())
     assert bool((bound <= norm + 1.01 * scales.double() * 32**0.5 / 510).all())
 
@@ -244,9 +232,7 @@ def test_zero_keys_are_exact():
     assert dither.decode_group_witness(dither.group_witness_codes(x, stored, scales), scales).item() == 0.0
 
 
-@pytest.mark.parametrize(
-    ("row", "layer", "head"), [(2**32, 0, 0), (-1, 0, 0), (1, -1, 0), (1, 2**32, 0), (1, 0, -1)]
-)
+@pytest.mark.parametrize(("row", "layer", "head"), [(2**32, 0, 0), (-1, 0, 0), (1, -1, 0), (1, 2**32, 0), (1, 0, -1)])
 def test_counters_that_would_wrap_are_refused(row, layer, head):
     with pytest.raises(InputError, match=r"row ids|layer|head id"):
         dither.rows(KEY, torch.tensor([row]), layer, [head], 32)

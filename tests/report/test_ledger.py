@@ -152,9 +152,7 @@ def test_an_output_that_does_not_match_voids_its_request_and_is_reported_with_it
     assert (fine["audit"]["outputs"], fine["audit"]["mismatches"], fine["audit"]["worst_mismatch"]) == (2, 0, None)
     assert fine["tv_certified_share"] == 1
     assert "and all 2 outputs compared are attention over what is stored" in render_sentence(fine)
-    made = batch(
-        [[0.05, 0.1]], tv=[[0.04, 0.2]], out_norm=2.0, floor=0.3, quantized=[[0, 3]], excess=[[0.5, NAN]]
-    )
+    made = batch([[0.05, 0.1]], tv=[[0.04, 0.2]], out_norm=2.0, floor=0.3, quantized=[[0, 3]], excess=[[0.5, NAN]])
     book.observe("r", 1, 1, 5, made, 0)
     s = valid(book.finish("r", "stop"))
     assert s["audit"]["worst_mismatch"] == {"excess": 0.25, "layer": 1, "q_head": 8, "step": 1, "position": 5}
@@ -439,9 +437,7 @@ def test_a_check_leaves_no_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_jsonl_path_is_checked_at_start(tmp_path: Path) -> None:
-    with pytest.raises(
-        ReportError, match=r"report\.jsonl: .*/no/such\.jsonl cannot be opened for appending: No such"
-    ):
+    with pytest.raises(ReportError, match=r"report\.jsonl: .*/no/such\.jsonl cannot be opened for appending: No such"):
         JsonlWriter(tmp_path / "no" / "such.jsonl")
 
 
@@ -531,10 +527,7 @@ def test_the_table_marks_exact_cells(waiting_quantizer: str) -> None:
 
 def test_sentence_leads_with_a_violation() -> None:
     text = sentence([[0.1, 0.1]], tv=[[0.2, 0.05]])
-    assert (
-        "request r7 (int4_token_group on sglang): BOUND VIOLATED in 1 of 2 audited cells, do not trust this"
-        in text
-    )
+    assert "request r7 (int4_token_group on sglang): BOUND VIOLATED in 1 of 2 audited cells, do not trust this" in text
     assert "none of 2 audited cells exceeded its bound (largest true value 0.0500)" in sentence(
         [[0.1, 0.1]], tv=[[0.02, 0.05]]
     )

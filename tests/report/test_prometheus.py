@@ -87,9 +87,7 @@ def test_exact_cells_and_the_tokens_read_have_counters_of_their_own() -> None:
 def test_many_at_once_equal_one_by_one() -> None:
     values = torch.cat([torch.rand(500, dtype=torch.float64) ** 3, torch.tensor([0.0, *METER_BUCKETS])])
     registry = CollectorRegistry()
-    at_once, single = (
-        Histogram(n, n, buckets=METER_BUCKETS, registry=registry) for n in ("at_once", "single")
-    )
+    at_once, single = (Histogram(n, n, buckets=METER_BUCKETS, registry=registry) for n in ("at_once", "single"))
     _observe_many(at_once, values, torch.tensor(METER_BUCKETS, dtype=torch.float64))
     for number in values.tolist():
         single.observe(number)

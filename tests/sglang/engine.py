@@ -84,9 +84,7 @@ class Engine:
         self.backend.witcert_runtime = self.runtime
         self.checks_outputs = True  # whether a pass fails where an audited output is not what is stored
         self.layers = [
-            RadixAttention(
-                HQ, D, SCALE, num_kv_heads=HKV, layer_id=i, logit_cap=self.cap, sliding_window_size=window
-            )
+            RadixAttention(HQ, D, SCALE, num_kv_heads=HKV, layer_id=i, logit_cap=self.cap, sliding_window_size=window)
             for i in range(LAYERS)
         ]
         self.dtype = dtype

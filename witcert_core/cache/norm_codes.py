@@ -91,9 +91,7 @@ def _whole(channels: int) -> BandMap:
 
 def _norms(exact: Tensor, stored: Tensor, bands: BandMap) -> Tensor:
     if exact.shape != stored.shape:
-        raise InputError(
-            f"exact has shape {tuple(exact.shape)} and stored {tuple(stored.shape)}; they must agree"
-        )
+        raise InputError(f"exact has shape {tuple(exact.shape)} and stored {tuple(stored.shape)}; they must agree")
     if exact.element_size() <= 4 and stored.element_size() <= 4:
         return bands.difference_norms(stored, exact)
     return bands.norms(stored.to(torch.float64) - exact.to(torch.float64))

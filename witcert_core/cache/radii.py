@@ -38,9 +38,7 @@ def radius_witness(q: Tensor, codes: Tensor, bands: BandMap, sm_scale: float) ->
     return contract_up(bands.norms(q), decode_norm(codes), sm_scale)
 
 
-def radius_group_witness(
-    q: Tensor, scales: Tensor, codes: Tensor, sm_scale: float, group: int = GROUP
-) -> Tensor:
+def radius_group_witness(q: Tensor, scales: Tensor, codes: Tensor, sm_scale: float, group: int = GROUP) -> Tensor:
     """Tier W for the INT8 cache with a stored group witness (276-byte layout).
 
     Args:
@@ -115,5 +113,3 @@ def dither_law(q: Tensor, scales: Tensor, sm_scale: float, group: int = GROUP) -
         bias=l1 * (2.0 ** -(GRID_BITS + 1) + 2.0**-16),
         certain=0.5 * l1 * HALF_STEP_MARGIN,
     )
-
-

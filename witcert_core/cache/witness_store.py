@@ -338,9 +338,7 @@ class SlotStore:
             missed = self._sketched(side.key_sketch, slots, write.exact_k, write.stored_k, self.bands)
             side.witness[slots] = witness_codes(write.exact_k, missed, self.bands)
 
-    def _sketched(
-        self, sketch: Sketch | None, slots: Tensor, exact: Tensor, stored: Tensor, bands: BandMap
-    ) -> Tensor:
+    def _sketched(self, sketch: Sketch | None, slots: Tensor, exact: Tensor, stored: Tensor, bands: BandMap) -> Tensor:
         """Sketch (stored - exact) into `slots` and return the corrected tensor; without a sketch `stored` itself."""
         if sketch is None:
             return stored

@@ -64,9 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     _ready_streams()
     try:
-        code = app(
-            args=None if arguments is None else list(arguments), prog_name="witcert", standalone_mode=False
-        )
+        code = app(args=None if arguments is None else list(arguments), prog_name="witcert", standalone_mode=False)
         sys.stdout.flush()
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # how click ends when the reader of a pipe has gone

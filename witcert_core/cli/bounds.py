@@ -27,9 +27,7 @@ def bounds() -> None:
 
 @app.command()
 def check(
-    file: Annotated[
-        Path, typer.Argument(help='JSON: {"cases": [{"p_compressed", "radius", "sup_tv"}, ...]}')
-    ],
+    file: Annotated[Path, typer.Argument(help='JSON: {"cases": [{"p_compressed", "radius", "sup_tv"}, ...]}')],
 ) -> None:
     """Compare all forms with the suprema in FILE; exit 1 if one is ever below, 2 if the file is bad."""
     cases = load_vectors(file)
@@ -38,14 +36,10 @@ def check(
     console.print(_table(results, cases))
     zero = sum(case.sup_tv == 0.0 for case in cases)
     if zero:
-        typer.echo(
-            f"{zero} of {len(cases)} cases have supremum 0, where no ratio exists; they are left out of it"
-        )
+        typer.echo(f"{zero} of {len(cases)} cases have supremum 0, where no ratio exists; they are left out of it")
     violations = [(result, i) for result in results for i in result.violations]
     for result, i in violations[:SHOWN_VIOLATIONS]:
-        typer.echo(
-            f"VIOLATED: {result.name} is {result.values[i]!r}, below {cases[i].sup_tv!r}, in cases[{i}]"
-        )
+        typer.echo(f"VIOLATED: {result.name} is {result.values[i]!r}, below {cases[i].sup_tv!r}, in cases[{i}]")
     if len(violations) > SHOWN_VIOLATIONS:
         typer.echo(f"and {len(violations) - SHOWN_VIOLATIONS} more")
     if violations:

@@ -35,9 +35,7 @@ def show(
         ready = [name for name in registry.names() if not registry.required(name)]
         for name in ready:
             check_quantizer(registry.get(name), head_dim)
-        typer.echo(
-            f"{len(ready)} of {len(registry.names())} checked at head_dim {head_dim}: all keep their contract"
-        )
+        typer.echo(f"{len(ready)} of {len(registry.names())} checked at head_dim {head_dim}: all keep their contract")
 
 
 def _size(registry: QuantizerRegistry, name: str, head_dim: int) -> float | None:

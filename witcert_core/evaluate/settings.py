@@ -59,9 +59,7 @@ def parse_mode(text: str) -> Mode:
     raise InputError(f"mode is {text!r}{did_you_mean(text, MODES)}; allowed are {listed(MODES)}")
 
 
-def base_settings(
-    path: Path | None, *, stride: int | None = None, audit_every: int | None = None
-) -> dict[str, Any]:
+def base_settings(path: Path | None, *, stride: int | None = None, audit_every: int | None = None) -> dict[str, Any]:
     """The sections of a policy file; without one, every row metered and audited. What is not None wins."""
     given = {"stride": stride, "audit_every": audit_every}
     asked = {name: value for name, value in given.items() if value is not None}

@@ -61,5 +61,3 @@ def score(sample: EvalSample, output: str) -> float:
     text = output.lower()
     found = [word.lower() in text for word in sample.expected]
     return float(any(found)) if sample.scoring == "any" else sum(found) / len(found)
-
-

@@ -105,9 +105,7 @@ def output_excess(
     return excess.masked_fill(~truth.isfinite().all(-1) | allowed.isinf(), float("nan"))
 
 
-def true_tv(
-    q: Tensor, stored: Tensor, exact: Tensor, sm_scale: float, soft_cap: float, sinks: Tensor | None
-) -> Tensor:
+def true_tv(q: Tensor, stored: Tensor, exact: Tensor, sm_scale: float, soft_cap: float, sinks: Tensor | None) -> Tensor:
     """True TV [H]: exact weights in float64 against compressed ones in float32, as in an engine.
 
     Weights in float32 may sum to a little more than 1, and disjoint ones then be further apart than distributions are.

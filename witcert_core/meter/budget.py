@@ -51,9 +51,7 @@ class Budget:
                 f"num_layers={self.num_layers}, num_qo_heads={self.num_qo_heads}; both must be at least 1"
             )
         if self.declared_rows is not None and self.declared_rows < 1:
-            raise BudgetError(
-                f"declared_rows is {self.declared_rows}; it must be at least 1, or null if unknown"
-            )
+            raise BudgetError(f"declared_rows is {self.declared_rows}; it must be at least 1, or null if unknown")
 
     def _row_share(self, t: int) -> float:
         if t < 1:

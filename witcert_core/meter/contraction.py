@@ -28,9 +28,7 @@ def by_kv_head(per_query: Tensor, kv_heads: int, sm_scale: float) -> Tensor:
     """``[H, X]`` by KV head, ``[Hkv, G, X]``."""
     heads = per_query.shape[0]
     if heads % kv_heads:
-        raise InputError(
-            f"{heads} query heads cannot share {kv_heads} KV heads; the first must be a multiple"
-        )
+        raise InputError(f"{heads} query heads cannot share {kv_heads} KV heads; the first must be a multiple")
     if not math.isfinite(sm_scale):
         raise InputError(f"sm_scale is {sm_scale}; it must be finite")
     return per_query.reshape(kv_heads, heads // kv_heads, -1)

@@ -299,10 +299,7 @@ def _check(
             f"{q.shape[0]} rows need kv_indptr of {q.shape[0] + 1} and delta_loc of {q.shape[0]} entries, "
             f"not {kv_indptr.numel()} and {len(delta_loc)}"
         )
-    if (
-        bool((kv_indptr.diff() < 0).any())
-        or not 0 <= int(kv_indptr[0]) <= int(kv_indptr[-1]) <= kv_indices.numel()
-    ):
+    if bool((kv_indptr.diff() < 0).any()) or not 0 <= int(kv_indptr[0]) <= int(kv_indptr[-1]) <= kv_indices.numel():
         raise InputError(
             f"kv_indptr runs from {int(kv_indptr[0])} to {int(kv_indptr[-1])} over {kv_indices.numel()} indices; "
             "it must rise from at least 0 to at most their number"
@@ -310,8 +307,7 @@ def _check(
     used = kv_indices[int(kv_indptr[0]) : int(kv_indptr[-1])]
     if bool(((used < 0) | (used >= k_cache.shape[0])).any()):
         raise InputError(
-            f"kv_indices run from {int(used.min())} to {int(used.max())}; "
-            f"the cache has slots 0..{k_cache.shape[0] - 1}"
+            f"kv_indices run from {int(used.min())} to {int(used.max())}; the cache has slots 0..{k_cache.shape[0] - 1}"
         )
 
 

@@ -121,9 +121,7 @@ def attention_sums(
 def _log_weights(logits: Tensor, c: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
     """Logarithms of the weights and radii, a sink's last."""
     if logits.dim() != 2 or logits.shape != c.shape or logits.shape[-1] == 0:
-        raise InputError(
-            f"logits {tuple(logits.shape)} and radii {tuple(c.shape)} must both be [H, S], S >= 1"
-        )
+        raise InputError(f"logits {tuple(logits.shape)} and radii {tuple(c.shape)} must both be [H, S], S >= 1")
     z, radius = logits.to(torch.float64), c.to(torch.float64)
     if sink_logits is not None:
         z = torch.cat((z, sink_logits.to(torch.float64)[:, None]), dim=-1)

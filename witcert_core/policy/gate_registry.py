@@ -26,9 +26,7 @@ class GateRegistry:
         """
         frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
         if not isclass(cls) or not is_dataclass(cls) or not frozen or not callable(getattr(cls, "decide", None)):
-            raise PluginError(
-                f"cannot register gate {cls!r}: expected a frozen dataclass with a method decide"
-            )
+            raise PluginError(f"cannot register gate {cls!r}: expected a frozen dataclass with a method decide")
         name, repairs = getattr(cls, "name", None), getattr(cls, "repairs", None)
         if not isinstance(name, str) or not isinstance(repairs, bool):
             raise PluginError(

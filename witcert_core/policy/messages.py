@@ -38,9 +38,7 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
         meant = "" if detail["input"] in words else did_you_mean(detail["input"], words)  # '1' is not 1
         return f"{path}: is {value}{meant}; allowed: {allowed}"
     if kind in ("model_type", "model_attributes_type"):
-        return (
-            f"{path}: is {value}; allowed: a mapping with the keys {listed(_keys_of(detail['loc'], model))}"
-        )
+        return f"{path}: is {value}; allowed: a mapping with the keys {listed(_keys_of(detail['loc'], model))}"
     return f"{path}: is {value}; allowed: {allowed_by(detail)}"
 
 

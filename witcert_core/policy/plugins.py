@@ -130,13 +130,9 @@ def _load_one(
         manager.subset_hook_caller("witcert_register_gates", others)(registry=gates)
     except (Exception, SystemExit) as error:
         cause = " ".join(str(error).split())
-        raise PluginError(
-            f"{where} failed to load: {type(error).__name__}: {cause}; fix or uninstall it"
-        ) from error
+        raise PluginError(f"{where} failed to load: {type(error).__name__}: {cause}; fix or uninstall it") from error
     if not manager.get_hookcallers(plugin) and not quantizers.from_package(package):
-        raise PluginError(
-            f"{where} brings nothing ({name}): it has no @hookimpl function and no @quantizer function"
-        )
+        raise PluginError(f"{where} brings nothing ({name}): it has no @hookimpl function and no @quantizer function")
 
 
 def _refuse_unknown_hooks(manager: pluggy.PluginManager, plugin: object) -> None:
@@ -153,8 +149,7 @@ def _plain(caller: pluggy.HookCaller, argument: str) -> tuple[Callable[[Any], No
     for implementation in caller.get_hookimpls():
         if implementation.hookwrapper or implementation.wrapper:
             raise PluginError(
-                f"plugin {implementation.plugin_name!r}: {caller.name} cannot be a wrapper; "
-                "make it a plain function"
+                f"plugin {implementation.plugin_name!r}: {caller.name} cannot be a wrapper; make it a plain function"
             )
         takes = argument in implementation.argnames
         where = f"plugin {implementation.plugin_name!r}: {caller.name}"

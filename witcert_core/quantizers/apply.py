@@ -85,9 +85,7 @@ def _needed(quantizer: Quantizer, table: RotaryTable | None, layer: int) -> Rota
     return table
 
 
-def _called(
-    quantizer: Quantizer, x: Tensor, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
-) -> Tensor:
+def _called(quantizer: Quantizer, x: Tensor, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
     try:
         return quantizer.fake_quantize(x, kind=kind, layer=layer, positions=positions, ctx=ctx)
     except (WitCertError, torch.OutOfMemoryError):

@@ -84,9 +84,7 @@ class Quantizer(ABC):
         return 0
 
     @abstractmethod
-    def fake_quantize(
-        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Tensor:
+    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
         """What the cache would give back for x.
 
         x [N, H, D] float32, not to be written to; positions [N] int64. Returns a new [N, H, D] float32.
@@ -121,9 +119,7 @@ class DitheredQuantizer(Quantizer):
     def encode(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Encoded:
         """The codes, scales and decoded values of x [N, H, D] float32."""
 
-    def fake_quantize(
-        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Tensor:
+    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
         return self.encode(x, kind=kind, layer=layer, positions=positions, ctx=ctx).values
 
 
@@ -179,9 +175,7 @@ class CodedQuantizer(Quantizer):
         return 0
 
     @abstractmethod
-    def encode(
-        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Mapping[str, Part]:
+    def encode(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Mapping[str, Part]:
         """Everything stored for x [N, H, D] float32."""
 
     @abstractmethod
@@ -190,9 +184,7 @@ class CodedQuantizer(Quantizer):
     ) -> Tensor:
         """x~ [N, H, D] float32 from the parts alone."""
 
-    def fake_quantize(
-        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Tensor:
+    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
         check_input(self.name, x, kind, positions, ctx)
         parts = self.encode(x, kind=kind, layer=layer, positions=positions, ctx=ctx)
         values = self.decode(parts, kind=kind, layer=layer, positions=positions, ctx=ctx)

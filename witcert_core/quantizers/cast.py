@@ -18,9 +18,7 @@ class NoQuantizer(Quantizer):
     name: ClassVar[str] = "none"
     kinds_alike: ClassVar[bool] = True
 
-    def fake_quantize(
-        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Tensor:
+    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
         check_input(self.name, x, kind, positions, ctx)
         return x.clone()
 
@@ -35,9 +33,7 @@ class _Float8Cast(Quantizer):
     kinds_alike: ClassVar[bool] = True
     float8: ClassVar[torch.dtype]
 
-    def fake_quantize(
-        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Tensor:
+    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
         check_input(self.name, x, kind, positions, ctx)
         largest = torch.finfo(self.float8).max
         return x.clamp(-largest, largest).to(self.float8).to(torch.float32)

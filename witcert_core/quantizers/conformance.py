@@ -56,9 +56,7 @@ def check_quantizer(quantizer: Quantizer, head_dim: int = 128, num_heads: int = 
             try:
                 check(case, kind)
             except Exception as error:
-                cause = (
-                    str(error) if isinstance(error, QuantizerError) else f"{type(error).__name__}: {error}"
-                )
+                cause = str(error) if isinstance(error, QuantizerError) else f"{type(error).__name__}: {error}"
                 where = f"quantizer {quantizer.name!r}, head_dim {head_dim}, kind {kind!r}"
                 raise QuantizerError(f"{where}: {' '.join(cause.split())}") from error
     _check_bytes(case)
@@ -93,9 +91,7 @@ class _Case:
         ctx = self.context(index + 1, self.head_ids if heads is None else heads)
         return self.quantizer.calibrate(prefix, kind=kind, layer=_LAYER, positions=index, ctx=ctx)
 
-    def run(
-        self, x: Tensor, kind: Kind, tokens: Tensor | None = None, heads: tuple[int, ...] | None = None
-    ) -> Tensor:
+    def run(self, x: Tensor, kind: Kind, tokens: Tensor | None = None, heads: tuple[int, ...] | None = None) -> Tensor:
         """Quantize x [N, H, D]; tokens and heads say which of the case's it holds (None: all)."""
         index = torch.arange(self.num_tokens) if tokens is None else tokens
         ctx = self.seen(kind, index, self.head_ids if heads is None else heads)
@@ -129,18 +125,14 @@ def _check_form(case: _Case, kind: Kind) -> None:
     before = case.x.clone()
     result = case.run(case.x, kind)
     _require(isinstance(result, Tensor), f"the result is {type(result).__name__}, expected a tensor")
-    _require(
-        result.shape == before.shape, f"the result has shape {tuple(result.shape)}, not {tuple(before.shape)}"
-    )
+    _require(result.shape == before.shape, f"the result has shape {tuple(result.shape)}, not {tuple(before.shape)}")
     _require(result.dtype == torch.float32, f"the result is {result.dtype}, not torch.float32")
     _require(torch.equal(case.x, before), "the input was written to")
     shared = result.untyped_storage().data_ptr() == case.x.untyped_storage().data_ptr()
     _require(not shared, "the result shares memory with the input; return a new tensor, e.g. x.clone()")
     for factor in (1e-30, 1e-6, FP16_MAX / 64):
         scaled = (before * factor).clamp(-FP16_MAX, FP16_MAX)
-        _require(
-            bool(case.run(scaled, kind).isfinite().all()), f"finite input (times {factor:g}) gave NaN or Inf"
-        )
+        _require(bool(case.run(scaled, kind).isfinite().all()), f"finite input (times {factor:g}) gave NaN or Inf")
     if isinstance(case.quantizer, DitheredQuantizer):
         _check_encoding(case, case.quantizer, kind, result)
 

@@ -66,17 +66,11 @@ def _class_of(name: str, function: Callable[..., Tensor], bytes: Bytes) -> type[
     )
 
 
-def _read_signature(
-    name: str, function: Callable[..., Tensor]
-) -> tuple[list[str], list[tuple[str, Any, Any]]]:
+def _read_signature(name: str, function: Callable[..., Tensor]) -> tuple[list[str], list[tuple[str, Any, Any]]]:
     """Which of the context keywords f wants, and its own parameters as dataclass fields."""
     arguments = list(signature(function).parameters.values())
-    positional = [
-        a for a in arguments if a.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(positional) != 1 or any(
-        a.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for a in arguments
-    ):
+    positional = [a for a in arguments if a.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    if len(positional) != 1 or any(a.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for a in arguments):
         raise QuantizerError(
             f"quantizer {name!r}: {function.__qualname__}{signature(function)} must take "
             f"exactly one positional argument, the tensor; others are keyword-only: (x, *, bits: int = 4)"

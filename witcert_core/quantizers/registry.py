@@ -77,9 +77,7 @@ class QuantizerRegistry:
                 ) from error
         missing = [key for key in self.required(name) if key not in given]
         if missing:
-            raise QuantizerError(
-                f"quantizer {name!r}: parameter {missing[0]!r} is missing; it has no default"
-            )
+            raise QuantizerError(f"quantizer {name!r}: parameter {missing[0]!r} is missing; it has no default")
         try:
             return cls(**given)
         except (TypeError, ValueError) as error:
@@ -118,11 +116,7 @@ def _check_class(cls: object) -> None:
         missing = listed(sorted(getattr(cls, "__abstractmethods__", ())))
         raise QuantizerError(f"cannot register {where}: it does not define {missing}")
     params = getattr(cls, "__dataclass_params__", None)
-    if (
-        not is_dataclass(cls)
-        or "__dataclass_params__" not in vars(cls)
-        or not getattr(params, "frozen", False)
-    ):
+    if not is_dataclass(cls) or "__dataclass_params__" not in vars(cls) or not getattr(params, "frozen", False):
         raise QuantizerError(f"cannot register {where}: decorate it with @dataclass(frozen=True)")
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or not _NAME.fullmatch(name):

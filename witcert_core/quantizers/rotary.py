@@ -61,9 +61,7 @@ class RotarySpec:
         i = torch.arange(self.n_pairs, dtype=torch.float64)
         return torch.pow(torch.tensor(base, dtype=torch.float64), -2.0 * i / max(self.dim, 1))
 
-    def rotate(
-        self, x: Tensor, positions: Tensor, inv_freq: Tensor | None = None, *, inverse: bool = False
-    ) -> Tensor:
+    def rotate(self, x: Tensor, positions: Tensor, inv_freq: Tensor | None = None, *, inverse: bool = False) -> Tensor:
         """Rotate every pair of ``x`` by ``position * inv_freq`` (``inverse`` turns it back).
 
         Args:

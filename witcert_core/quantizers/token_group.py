@@ -30,13 +30,9 @@ class _TokenGroup(Quantizer):
 
     def __post_init__(self) -> None:
         if not 1 <= self.group_size <= MAX_GROUP:
-            raise QuantizerError(
-                f"quantizer {self.name!r}: group_size is {self.group_size}; expected 1 to {MAX_GROUP}"
-            )
+            raise QuantizerError(f"quantizer {self.name!r}: group_size is {self.group_size}; expected 1 to {MAX_GROUP}")
 
-    def fake_quantize(
-        self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Tensor:
+    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
         check_input(self.name, x, kind, positions, ctx)
         num_tokens, num_heads, head_dim = x.shape
         num_groups = -(-head_dim // self.group_size)

@@ -25,10 +25,6 @@ def claim(tier: Tier, delta: float, cells_beside: int, cells_undithered: int, wi
     if tier == "witness":
         return f"tier W: deterministic, any query; {LOCAL}"
     law = f"tier D: probability >= 1-{delta:g}, {NON_ADAPTIVE}"
-    beside = (
-        "tier W (deterministic, any query) beside it" if cells_beside else "tier W was not measured beside it"
-    )
-    beyond = (
-        f"; {cells_undithered} cells beyond the declared rows have tier W alone" if cells_undithered else ""
-    )
+    beside = "tier W (deterministic, any query) beside it" if cells_beside else "tier W was not measured beside it"
+    beyond = f"; {cells_undithered} cells beyond the declared rows have tier W alone" if cells_undithered else ""
     return f"{law}; {beside}{beyond}; {LOCAL}"

@@ -193,9 +193,7 @@ class RequestState:
         self._rows_by_layer = [0] * self.num_layers
         self._lost_by_layer = [0] * self.num_layers
 
-    def observe(
-        self, cells: CellBatch, row: int, layer: int, step: int, position: int, tau: float
-    ) -> Observed:
+    def observe(self, cells: CellBatch, row: int, layer: int, step: int, position: int, tau: float) -> Observed:
         """Count row `row` of a batch of layer `layer`.
 
         Every layer sees the same rows, so the request has as many rows as the layer that saw most.
@@ -295,10 +293,7 @@ class RequestState:
         """[L][H], `EXACT` where cells read nothing quantized only, None where nothing was measured."""
         found = zip(self._worst.tolist(), self._read_exactly.tolist(), strict=True)
         return [
-            [
-                worst if worst != _NOT_MEASURED else EXACT if exact else None
-                for worst, exact in zip(*layer, strict=True)
-            ]
+            [worst if worst != _NOT_MEASURED else EXACT if exact else None for worst, exact in zip(*layer, strict=True)]
             for layer in found
         ]
 

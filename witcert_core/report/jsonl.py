@@ -53,9 +53,7 @@ class JsonlWriter:
 
     def _drop(self, why: str | None) -> None:
         if self.dropped == 0:
-            logger.error(
-                "report.jsonl: a record for %s was lost (%s); later losses are only counted", self.path, why
-            )
+            logger.error("report.jsonl: a record for %s was lost (%s); later losses are only counted", self.path, why)
         self.dropped += 1
 
 

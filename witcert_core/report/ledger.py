@@ -99,9 +99,7 @@ class RequestLedger:
         self._check_layer(layer)
         heads = cells.meter.shape[1]
         if heads != self._num_heads:
-            raise ReportError(
-                f"layer {layer}: the batch has {heads} query heads, the ledger {self._num_heads}"
-            )
+            raise ReportError(f"layer {layer}: the batch has {heads} query heads, the ledger {self._num_heads}")
         state = self._state(request_id)
         if state.without_law and float(cells.delta_loc[row]) > 0:
             if witness_cells is None:
@@ -169,9 +167,7 @@ class RequestLedger:
     def count_verdict(self, request_id: str, status: Tensor) -> None:
         """Count what a gate said of the cells it was asked about: int64 of gates.CellStatus, any shape."""
         verdicts = self._state(request_id).verdicts
-        for code, count in enumerate(
-            torch.bincount(status.flatten().cpu(), minlength=len(CellStatus)).tolist()
-        ):
+        for code, count in enumerate(torch.bincount(status.flatten().cpu(), minlength=len(CellStatus)).tolist()):
             verdicts[CellStatus(code)] += count
 
     def summary(self, request_id: str) -> dict[str, Any]:
@@ -278,9 +274,7 @@ class RequestLedger:
             },
             "worst_by_layer_head": state.worst_by_layer_head(),
             "by_layer": state.by_layer(FORM_NAMES),
-            "forms": {
-                name: count for name, count in zip(FORM_NAMES, state.forms.tolist(), strict=True) if count
-            },
+            "forms": {name: count for name, count in zip(FORM_NAMES, state.forms.tolist(), strict=True) if count},
             "log_a_max": None if not measured else json_number(state.log_a_max),
             "out_bound_rel_max": None if not measured else json_number(state.out_bound_rel_max),
             "tier_cells": dict(state.tier_cells),
@@ -298,9 +292,7 @@ class RequestLedger:
                 "ranked": state.verdicts[CellStatus.RANKED],
                 "exact": state.verdicts[CellStatus.EXACT],
             },
-            "layers_excluded": {
-                str(layer): why for layer, why in sorted((self._excluded | self._exempt).items())
-            },
+            "layers_excluded": {str(layer): why for layer, why in sorted((self._excluded | self._exempt).items())},
             "records_dropped": 0 if self._jsonl is None else self._jsonl.dropped,
             "finish_reason": finish_reason,
         }

@@ -47,7 +47,8 @@ class Metrics:
         self._worst_meter = histogram(
             "witcert_request_worst_meter", "Worst bound of a finished request in which something was measured"
         )
-        self._cells = counter("witcert_cells",
+        self._cells = counter(
+            "witcert_cells",
             "Cells: measured, exact (they read nothing quantized) or unknown",
             "status",
             "quantizer",

@@ -24,9 +24,7 @@ def json_number(value: float) -> Number:
     return value if math.isfinite(value) else "inf"
 
 
-def cell_records(
-    event: CellEvent, heads: Sequence[int], form_names: Sequence[str]
-) -> Iterator[dict[str, Any]]:
+def cell_records(event: CellEvent, heads: Sequence[int], form_names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The records (schema witcert.cell/1) of some local heads of one measured row."""
     cells, row = event.cells, event.row
     for head in heads:

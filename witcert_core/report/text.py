@@ -54,9 +54,7 @@ def render_table(summary: Mapping[str, Any]) -> Table:
     tau = summary["tau"]
     grid = summary["worst_by_layer_head"]
     title = f"worst bound by layer and query head, tau {tau:g}"
-    table = Table(
-        title=title, caption=_legend(summary), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    table = Table(title=title, caption=_legend(summary), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("layer", justify="right", no_wrap=True)
     for head in range(len(grid[0]) if grid else 0):
         table.add_column(str(head), justify="right", no_wrap=True)

@@ -19,9 +19,7 @@ def banner(runtime: Runtime, *, answers: str, metrics: str, note: str = "") -> s
     status, policy, geometry = runtime.status(), runtime.policy, runtime.geometry
     metered, quantized = status["layers_metered"], status["layers_quantized"]
     cells = len(metered) * geometry.total_qo_heads
-    claim = (
-        f"probabilistic, {NON_ADAPTIVE}; tier W beside it" if runtime.uses_dither else "deterministic, any query"
-    )
+    claim = f"probabilistic, {NON_ADAPTIVE}; tier W beside it" if runtime.uses_dither else "deterministic, any query"
     lines = [
         f"WitCert meters this server: {status['quantizer']} in a {status['pool_dtype']} pool, {geometry.backend}",
         f"  cells a metered row : {cells} ({len(metered)} of {len(geometry.layers)} layers "

@@ -182,7 +182,6 @@ class SampledCopies:
         self._drawn.pop(request_id, None)
 
 
-
 def sampled_copies(policy: Policy, geometry: Geometry, ranks: Ranks) -> SampledCopies | None:
     """Those that the policy asks for; UnsupportedError where `meter.share_bytes` has no room for a token."""
     meter = policy.meter

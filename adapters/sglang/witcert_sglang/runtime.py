@@ -202,6 +202,4 @@ def requests_of(batch: Any, req_to_token: Tensor) -> list[RequestPass]:
     prefilling = None if mode.is_mixed() else not mode.is_decode()
     places = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
     slots = [req_to_token[place, :length].to(torch.int64) for place, length in places]
-    return [
-        RequestPass(rid, mine, new, prefilling) for rid, mine, new in zip(rids, slots, new_tokens, strict=True)
-    ]
+    return [RequestPass(rid, mine, new, prefilling) for rid, mine, new in zip(rids, slots, new_tokens, strict=True)]

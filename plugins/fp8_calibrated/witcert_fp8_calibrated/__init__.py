@@ -45,9 +45,7 @@ class Fp8Calibrated(CodedQuantizer, CalibratedQuantizer):
         scale = largest * (self.margin / E4M3_MAX)
         return torch.where(scale == 0, 1.0, scale)[:, None]
 
-    def encode(
-        self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Mapping[str, Part]:
+    def encode(self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext) -> Mapping[str, Part]:
         codes = (x / self._scale(ctx)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         return {"codes": Part(codes, 8)}
 

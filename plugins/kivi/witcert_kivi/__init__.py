@@ -53,9 +53,7 @@ class Kivi(CodedQuantizer):
     def recent_tokens(self) -> int:
         return self.residual - GROUP
 
-    def encode(
-        self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Mapping[str, Part]:
+    def encode(self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext) -> Mapping[str, Part]:
         num_tokens, num_heads, dim = x.shape
         if kind == "k":
             grouped = x.reshape(num_tokens // GROUP, GROUP, num_heads, dim)

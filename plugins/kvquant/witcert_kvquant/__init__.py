@@ -77,9 +77,7 @@ class KVQuant(CodedQuantizer, CalibratedQuantizer):
 
     # Codes -------------------------------------------------------------------------------------------------------
 
-    def encode(
-        self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Mapping[str, Part]:
+    def encode(self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext) -> Mapping[str, Part]:
         state, dim = self._state(ctx), x.shape[-1]
         parts: dict[str, Part] = {}
         if kind == "k":

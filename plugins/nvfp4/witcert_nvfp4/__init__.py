@@ -54,9 +54,7 @@ class NvFp4(CodedQuantizer):
             if not (math.isfinite(scale) and scale > 0):
                 raise QuantizerError(f"quantizer 'nvfp4': {name} is {scale}; expected a positive finite number")
 
-    def encode(
-        self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Mapping[str, Part]:
+    def encode(self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext) -> Mapping[str, Part]:
         tensor_scale = self.k_scale if kind == "k" else self.v_scale
         dim = x.shape[-1]
         blocks = torch.nn.functional.pad(x, (0, -dim % BLOCK)).unflatten(-1, (-1, BLOCK))

@@ -45,9 +45,7 @@ class Rotated(CodedQuantizer):
         if not 1 <= self.bits <= MAX_BITS:
             raise QuantizerError(f"quantizer 'rotated': bits is {self.bits}; allowed: 1 to {MAX_BITS}")
 
-    def encode(
-        self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Mapping[str, Part]:
+    def encode(self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext) -> Mapping[str, Part]:
         dim = x.shape[-1]
         spread = rotate(x * self._signs(dim, x.device))
         # Scaled down before squaring, so that neither large nor tiny vectors are lost.

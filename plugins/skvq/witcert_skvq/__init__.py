@@ -84,9 +84,7 @@ class Skvq(CodedQuantizer, CalibratedQuantizer):
         # Token by token, so that no head's sum depends on how many heads there are.
         return sum_over_tokens((values - groups).square().movedim(-1, 1).flatten(0, 1))
 
-    def encode(
-        self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Mapping[str, Part]:
+    def encode(self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext) -> Mapping[str, Part]:
         dim = x.shape[-1]
         unit, order, alpha = self._state(ctx, dim)
         codes, scale, zero = affine(self._in_groups((x / unit).gather(-1, order)), alpha, self.bits)

@@ -144,9 +144,7 @@ class KernelPacked(PackedStorage):
                 step.witness_layers[call.layer] = joined(beside)
         return out.reshape(call.q.shape[0], -1)
 
-    def _read_row(
-        self, call: AttentionCall, plan: RowPlan, stored: bool, number: int
-    ) -> tuple[Tensor, Tensor]:
+    def _read_row(self, call: AttentionCall, plan: RowPlan, stored: bool, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values that row `number` reads; its own chunk's are not packed yet unless `stored`."""
         row, slots = plan.rows[number], plan.seen_by(number, call.window_left)
         k, v = self.cache.read(call.layer, slots)

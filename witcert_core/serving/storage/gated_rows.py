@@ -134,9 +134,7 @@ class GatedRows:
         residuals = self.side.residuals(flat)
         if residuals is not None:
             residuals = batch.heads(residuals[0]), batch.heads(residuals[1])
-        logits, centre, stored = centred(
-            q, k, v.to(torch.float64), residuals, call.sm_scale, call.logits_soft_cap
-        )
+        logits, centre, stored = centred(q, k, v.to(torch.float64), residuals, call.sm_scale, call.logits_soft_cap)
         logits = logits.masked_fill(self.unseen, float("-inf"))
         if stored is not None:
             stored = replace(stored, logits=stored.logits.masked_fill(self.unseen, float("-inf")))
@@ -160,9 +158,7 @@ class GatedRows:
         known = None if stored is None else (weights - torch.softmax(stored.logits, -1)).abs()
         return terms, weights, radius, known
 
-    def look(
-        self, deltas: list[float], block_size: int, has_copy: Callable[[Tensor], Tensor]
-    ) -> list[list[Looked]]:
+    def look(self, deltas: list[float], block_size: int, has_copy: Callable[[Tensor], Tensor]) -> list[list[Looked]]:
         """What a gate is shown, by request and head. has_copy: bool [S] of slots [S], whose exact copies are there."""
         terms, weights, radius, known = self.terms(deltas)
         bounds = bounds_of(terms, self.form, self.call.sinks is not None)
@@ -204,7 +200,6 @@ class GatedRows:
         return [
             [of(i * self.heads + head, tokens) for head in range(self.heads)] for i, tokens in enumerate(batch.lengths)
         ]
-
 
     def cells(self, number: int) -> slice:
         """The cells of KV head `number` of the K side by side."""
