@@ -150,7 +150,7 @@ def test_an_output_that_does_not_match_voids_its_request_and_is_reported_with_it
     book.observe("r", 0, 1, 5, batch([[0.05, 0.1]], tv=[[0.04, 0.04]], excess=[[-0.1, -0.2]]), 0)
     fine = valid(book.summary("r"))
     assert (fine["audit"]["outputs"], fine["audit"]["mismatches"], fine["audit"]["worst_mismatch"]) == (2, 0, None)
-    assert fine["tv_certified_share"] == 1
+    assert (fine["tv_certified_share"], fine["out_unbounded_layers"]) == (1, [])
     assert "and all 2 outputs compared are attention over what is stored" in render_sentence(fine)
     made = batch([[0.05, 0.1]], tv=[[0.04, 0.2]], out_norm=2.0, floor=0.3, quantized=[[0, 3]], excess=[[0.5, NAN]])
     book.observe("r", 1, 1, 5, made, 0)
@@ -161,7 +161,8 @@ def test_an_output_that_does_not_match_voids_its_request_and_is_reported_with_it
     assert (s["tv_certified_cells"], s["tv_certified_share"]) == (0, 0.0)
     assert [layer["tv_certified_cells"] for layer in s["by_layer"]] == [0, 0]
     assert (s["cells_measured"], s["cells_exact"], s["worst"]["meter"]) == (4, 0, 1.0)
-    assert s["out_bound_rel_max"] == "inf"
+    assert (s["out_bound_rel_max"], s["out_unbounded_layers"]) == ("inf", [1])
+    assert "nothing bounds an output of layer 1: " in render_sentence(s)
     assert s["claim"].startswith("nothing: outputs of the engine are not attention over what is stored")
     assert "THE ENGINE ATTENDS OTHERWISE in 1 of 3 audited outputs (layer 1, head 8, position 5)" in render_sentence(s)
     for record in lines(path)[:-1]:

@@ -111,7 +111,10 @@ book.finish("r", "stop")
 
 def test_processes_add_up(tmp_path: Path) -> None:
     """As an engine runs it: schedulers count into PROMETHEUS_MULTIPROC_DIR, the HTTP process sums up."""
-    env = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    env = os.environ | {
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[1] / "common"),
+    }
     for rows in ("2", "5"):
         subprocess.run([sys.executable, "-c", PROCESS, rows], env=env, check=True)
     registry = CollectorRegistry()

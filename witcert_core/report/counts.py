@@ -171,6 +171,7 @@ class RequestState:
     worst: WorstCell | None = None
     log_a_max: float = -math.inf
     out_bound_rel_max: float = 0.0
+    out_unbounded_layers: set[int] = field(default_factory=set)
     delta_spent: float = 0.0
     without_law: str = ""
     repaired_blocks: int = 0
@@ -247,7 +248,10 @@ class RequestState:
         if self.worst is None or highest > self.worst.meter:
             self.worst = WorstCell(highest, layer, head, step, position, int(form[head]))
         self.log_a_max = max(self.log_a_max, float(_unbounded(cells.log_a[row])[read].max()))
-        self.out_bound_rel_max = max(self.out_bound_rel_max, _largest_relative_output_bound(cells, row, read))
+        largest = _largest_relative_output_bound(cells, row, read)
+        self.out_bound_rel_max = max(self.out_bound_rel_max, largest)
+        if math.isinf(largest):
+            self.out_unbounded_layers.add(layer)
 
     def _count_row(self, layer: int) -> bool:
         """Whether no other layer has seen, or lost, as many rows as `layer` now has."""

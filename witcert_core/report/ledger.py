@@ -277,6 +277,7 @@ class RequestLedger:
             "forms": {name: count for name, count in zip(FORM_NAMES, state.forms.tolist(), strict=True) if count},
             "log_a_max": None if not measured else json_number(state.log_a_max),
             "out_bound_rel_max": None if not measured else json_number(state.out_bound_rel_max),
+            "out_unbounded_layers": sorted(state.out_unbounded_layers),
             "tier_cells": dict(state.tier_cells),
             "tier_w_beside": beside,
             "delta": {"request": policy.meter.delta if dither else 0.0, "spent": state.delta_spent},

@@ -41,6 +41,7 @@ def render_sentence(summary: Mapping[str, Any]) -> str:
         ", ".join(counts) + ("" if measured else ", so there is nothing to certify"),
         *_certified(summary),
         *_damage(summary),
+        *_unbounded_outputs(summary["out_unbounded_layers"]),
         *_audit(summary["audit"]),
         *_sample(summary["sample"]),
         *_gate(summary["gate"]),
@@ -124,6 +125,13 @@ def _certified(summary: Mapping[str, Any]) -> list[str]:
         return []
     share = percent_down(summary["tv_certified_share"])
     return [f"{share} of the measured ones have their weights certified at tau {summary['tau']:g}"]
+
+
+def _unbounded_outputs(layers: list[int]) -> list[str]:
+    if not layers:
+        return []
+    where = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+    return [f"nothing bounds an output of {where}: its norm is 0, or a value is too large for its radius or no number"]
 
 
 def _violations(audit: Mapping[str, Any] | None) -> str:

@@ -81,6 +81,11 @@ def check_backend(layers: Sequence[Any], backend: Any) -> None:
                 f"attention layer {layer.layer_id} has a sliding window, which SGLang's flashinfer backend leaves out "
                 "of first chunks; use --attention-backend triton"
             )
+        if size == 0 and kind.decode_less:
+            raise UnsupportedError(
+                f"attention layer {layer.layer_id} has a window of one token, of which a {name} would decode over "
+                "none; use --attention-backend torch_native or fa3"
+            )
         if size >= 0 and kind.one_window and own != size:
             raise UnsupportedError(
                 f"attention layer {layer.layer_id} has a window of {size + 1} tokens under a {name} that reads "
