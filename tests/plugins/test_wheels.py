@@ -95,7 +95,7 @@ def test_unpacked_wheels_work_as_a_stranger_uses_them(wheels: dict[str, zipfile.
 import sys
 from witcert_core.cli import main
 from witcert_core.evaluate.tasks import task_sources
-from witcert_core.hooks import quantizer_registry
+from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.report.schema import load_schema
 print(load_schema("request")["$schema"], load_schema("cell")["$schema"], *sorted(task_sources()))
 registry = quantizer_registry()

@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "quantizer_plugin"
 USE = """
 import json, sys, torch
 from witcert_core import QuantContext, RotarySpec, load_policy
-from witcert_core.hooks import quantizer_registry
+from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.quantizers.conformance import check_quantizer
 
 registry = quantizer_registry()
