@@ -137,6 +137,26 @@ class LayerSlots:
             value_sketch=value_sketch,
         )
 
+    def at(self, slots: Tensor, device: torch.device) -> LayerSlots:
+        """Copies of the side tensors of `slots` [S] only, one after the other, on `device`."""
+
+        def of(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[slots].to(device)
+
+        key_sketch, value_sketch = (
+            None if s is None else Sketch(s.codes[slots].to(device), s.steps[slots].to(device))
+            for s in (self.key_sketch, self.value_sketch)
+        )
+        return replace(
+            self,
+            value_witness=self.value_witness[slots].to(device),
+            witness=of(self.witness),
+            scales=of(self.scales),
+            group_witness=of(self.group_witness),
+            key_sketch=key_sketch,
+            value_sketch=value_sketch,
+        )
+
     def is_exact(self, slots: Tensor) -> Tensor:
         """bool [S]: whether keys and values of every head here have radius 0 in `slots` [S]."""
         return self.exact_heads(slots).all(1)

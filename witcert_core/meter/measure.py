@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import InputError, did_you_mean, listed
-from witcert_core.meter.audit import Attended, Audit, Read, compare_rows, in_window
+from witcert_core.meter.audit import Attended, Audit, FormatError, Read, compare_rows, in_window
 from witcert_core.meter.batching import SideBySide, side_by_side
 from witcert_core.meter.bounds import FORM_NAMES
 from witcert_core.meter.cells import CellBatch, Stored, Terms, bounds_of, in_rows, sum_terms
@@ -109,6 +109,7 @@ def measure_rows(
     exact_k: Tensor | None = None,
     audit_rows: Tensor | None = None,
     outputs: Sequence[Tensor | None] | None = None,
+    format_error: FormatError | None = None,
 ) -> Summed:
     """Sum up ``R`` query rows of one layer; :func:`bound_cells` makes cells of the sums.
 
@@ -130,6 +131,7 @@ def measure_rows(
         exact_k: ``[SLOTS, Hkv, D]`` exact keys, for audits.
         audit_rows: bool ``[R]``, rows whose true TV is computed.
         outputs: per row what the engine made of it, ``[H, Dv]``, for audits; None where what it read is not known.
+        format_error: what the kernel's product with codes errs by beyond its arithmetic on numbers; none by default.
 
     Raises:
         InputError: a row that sees nothing, an unknown form, an audit without keys.
@@ -152,10 +154,14 @@ def measure_rows(
             residuals = batch.heads(residuals[0]), batch.heads(residuals[1])
         unseen = batch.unseen(heads)
         c = key_radii(radii, rows, batch, unseen, scale, [float(delta_loc[r]) for r in batch.rows])
+        places = [batch.slots[:count, i] for i, count in enumerate(batch.lengths)]
+        further = [] if format_error is None else [format_error(*x) for x in zip(rows, places, strict=True)]
         rows = rows.flatten(0, 1)
         logits, centre, stored = centred(rows, k, v.to(torch.float64), residuals, sm_scale, logits_soft_cap)
         own = arithmetic or KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
         omega = kernel_radius(rows, k, scale, logits_soft_cap, own)
+        if further:
+            omega = omega + batch.stacked(further)
         if unseen is not None:
             logits, omega = logits.masked_fill(unseen, float("-inf")), omega.masked_fill(unseen, 0.0)
             if stored is not None:

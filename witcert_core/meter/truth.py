@@ -49,6 +49,28 @@ class Truth:
         return (self.tv[self.rows.index(row)], self.out[self.rows.index(row)]) if row in self.rows else None
 
 
+@dataclass(frozen=True)
+class SketchedBounds:
+    """Of some rows of a layer, by their numbers in the pass: bounds on TV from residual sketches, float64 [A, H]."""
+
+    rows: list[int]
+    tv: Tensor
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[SketchedBounds]) -> SketchedBounds:
+        """Several of one layer, one after the other."""
+        return cls([row for part in parts for row in part.rows], torch.cat([part.tv for part in parts]))
+
+    @classmethod
+    def of_heads(cls, parts: Sequence[SketchedBounds]) -> SketchedBounds:
+        """The same rows with the heads of several ranks side by side."""
+        return cls(parts[0].rows, torch.cat([part.tv for part in parts], 1))
+
+    def of(self, row: int) -> Tensor | None:
+        """[H], of one row; None if it has none."""
+        return self.tv[self.rows.index(row)] if row in self.rows else None
+
+
 def compare(
     q: Tensor,
     stored_k: Tensor,

@@ -131,6 +131,7 @@ class MeterSettings(_Section):
     layers: Layers = None
     audit_every: int = Field(default=0, ge=0)
     audit_share: float = Field(default=0.0, ge=0, le=1)
+    sketch_share: float = Field(default=0.0, ge=0, le=1)
     share_bytes: int = Field(default=2**28, ge=1)
     share_seed: int | None = None
     declared_rows: int | None = Field(default=None, ge=1)
@@ -186,6 +187,7 @@ class Policy(_Section):
             self._gate = gate_registry().build(self.gate.kind, self.gate.model_dump())
         self._check_tier()
         self._check_audits()
+        self._check_sketch_share()
         self._check_bands()
         self._check_storage()
         self._check_engine()
@@ -220,6 +222,26 @@ class Policy(_Section):
             raise ValueError(
                 f"meter.audit_share: is {self.meter.audit_share}, but meter.audit_every is {self.meter.audit_every}, "
                 "which audits every request already; set one of them to 0"
+            )
+
+    def _check_sketch_share(self) -> None:
+        if not self.meter.sketch_share:
+            return
+        said = f"meter.sketch_share: is {self.meter.sketch_share}, but "
+        if self.meter.sketch_bits:
+            raise ValueError(
+                f"{said}meter.sketch_bits is {self.meter.sketch_bits}, which sketches every request already; set one "
+                "of them to 0"
+            )
+        if self._gate.repairs:
+            raise ValueError(
+                f"{said}gate {self.gate.kind!r} repairs, which writes other keys and values than were sketched; "
+                "allowed: 0, or gate.kind 'observe'"
+            )
+        if self._quantizer.bypass_pairs:
+            raise ValueError(
+                f"{said}quantizer {self.quantizer.name!r} chooses its outlier channels after the first tokens, which "
+                "are then written once more; allowed: 0, or a quantizer without bypass"
             )
 
     def _check_bands(self) -> None:

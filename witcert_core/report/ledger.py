@@ -24,7 +24,7 @@ from witcert_core.report.counts import LAW_WITHDRAWN, LAYER_NOT_METERED, PARTLY_
 from witcert_core.report.jsonl import JsonlWriter
 from witcert_core.report.prometheus import Metrics
 from witcert_core.report.records import cell_records, json_number, unknown_record
-from witcert_core.report.sample import Compared
+from witcert_core.report.sample import BoundedBySketches, Compared
 
 if TYPE_CHECKING:
     from witcert_core.meter.cells import CellBatch
@@ -123,6 +123,19 @@ class RequestLedger:
         self._state(request_id).sample.add(found)
         if self._metrics is not None:
             self._metrics.cells_compared(self._policy.quantizer.name, found)
+
+    def sketch(self, request_id: str, cells: CellBatch, row: int, bound: Tensor, true: Tensor | None) -> None:
+        """Count row `row` of a measured batch with bounds on TV from sketches [H]; true [H]: TV itself, if known."""
+        found = BoundedBySketches.of(cells, row, bound, true)
+        self._state(request_id).sample.add_sketched(found)
+        if self._metrics is not None:
+            self._metrics.cells_sketched(self._policy.quantizer.name, found)
+
+    def count_not_sketched(self, request_id: str, rows: int, reason: str) -> None:
+        """Count metered rows of a request drawn for sketches that could not be bounded by them."""
+        self._state(request_id).sample.sketches.missed[reason] += rows
+        if self._metrics is not None:
+            self._metrics.rows_not_sketched(rows, reason)
 
     def count_not_audited(self, request_id: str, rows: int, reason: str) -> None:
         """Count metered rows of a sampled request that could not be compared."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.report.counts import Observed
-from witcert_core.report.sample import Compared
+from witcert_core.report.sample import BoundedBySketches, Compared
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -86,6 +86,15 @@ class Metrics:
         self._not_audited = counter(
             "witcert_rows_not_audited", "Metered rows of sampled requests that could not be compared", "reason"
         )
+        self._sketched = histogram("witcert_sketched_bound", "Bound on TV from sketches of requests drawn for them")
+        self._sketched_ratio = histogram(
+            "witcert_sketched_bound_over_true_tv",
+            "The same over the true total variation of cells compared as well",
+            RATIO_BUCKETS,
+        )
+        self._not_sketched = counter(
+            "witcert_rows_not_sketched", "Metered rows of requests drawn for sketches that lack some", "reason"
+        )
         self._requests = counter("witcert_requests", "Finished requests", "quantizer")
 
     def announce(self, quantizer: str) -> None:
@@ -132,6 +141,15 @@ class Metrics:
 
     def rows_not_audited(self, rows: int, reason: str) -> None:
         self._not_audited.labels(reason).inc(rows)
+
+    def cells_sketched(self, quantizer: str, found: BoundedBySketches) -> None:
+        """Count the cells of one row, bounded by sketches in one layer."""
+        _observe_many(self._sketched.labels(quantizer), found.tv, self._edges)
+        _observe_many(self._sketched_ratio.labels(quantizer), found.ratio, self._ratio_edges)
+        self._violations.labels(quantizer).inc(found.violations)
+
+    def rows_not_sketched(self, rows: int, reason: str) -> None:
+        self._not_sketched.labels(reason).inc(rows)
 
     def rows_unknown(self, rows: int) -> None:
         self._rows.labels("unknown").inc(rows)

@@ -89,9 +89,61 @@ class Compared:
         return cls(tv, relative, of_tv, of_out, violations)
 
 
+@dataclass(frozen=True)
+class BoundedBySketches:
+    """The cells of one row that were bounded by sketches and read something quantized: [A] float64 each.
+
+    tv: those bounds. of_meter: each as a share of the ordinary bound. ratio: each over a true value above `NO_DAMAGE`.
+    violations: true values above them, exact cells too.
+    """
+
+    tv: Tensor
+    of_meter: Tensor
+    ratio: Tensor
+    violations: int
+
+    @classmethod
+    def of(cls, cells: CellBatch, row: int, bound: Tensor, true: Tensor | None) -> BoundedBySketches:
+        """Row `row` of a measured batch; bound [H] float64: from sketches; true [H]: TV where known, NaN where not."""
+        bound, meter = bound.to("cpu", torch.float64), cells.meter[row].to("cpu", torch.float64)
+        true = torch.full_like(bound, math.nan) if true is None else true
+        read = cells.num_quantized[row].cpu() > 0
+        share = torch.where(bound == 0, 0.0, bound / meter)  # an ordinary bound of 0 is of a cell that reads exactly
+        known = read & (true > NO_DAMAGE)
+        return cls(bound[read], share[read], (bound / true)[known], int((true > bound).sum()))
+
+
+@dataclass
+class SketchCounts:
+    """One request of the sample of `meter.sketch_share`."""
+
+    cells: int = 0
+    missed: Counter[str] = field(default_factory=Counter)
+    tv: Distribution = field(default_factory=Distribution)
+    of_meter: Distribution = field(default_factory=Distribution)
+    ratio: Distribution = field(default_factory=Distribution)
+
+    def add(self, found: BoundedBySketches) -> None:
+        self.cells += found.tv.numel()
+        for name in ("tv", "of_meter", "ratio"):
+            getattr(self, name).add(getattr(found, name))
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """None for a request that was not drawn."""
+        if not self.cells and not self.missed:
+            return None
+        return {
+            "cells": self.cells,
+            "rows_not_sketched": dict(self.missed),
+            "tv_bound": self.tv.as_dict(),
+            "share_of_bound": self.of_meter.as_dict(),
+            "bound_over_tv": self.ratio.as_dict(),
+        }
+
+
 @dataclass
 class SampleCounts:
-    """One request of the sample."""
+    """One request of the samples."""
 
     cells: int = 0
     violations: int = 0
@@ -100,6 +152,7 @@ class SampleCounts:
     out: Distribution = field(default_factory=Distribution)
     tv_ratio: Distribution = field(default_factory=Distribution)
     out_ratio: Distribution = field(default_factory=Distribution)
+    sketches: SketchCounts = field(default_factory=SketchCounts)
 
     def add(self, found: Compared) -> None:
         self.cells += found.tv.numel()
@@ -107,9 +160,14 @@ class SampleCounts:
         for name in ("tv", "out", "tv_ratio", "out_ratio"):
             getattr(self, name).add(getattr(found, name))
 
+    def add_sketched(self, found: BoundedBySketches) -> None:
+        self.sketches.add(found)
+        self.violations += found.violations
+
     def as_dict(self) -> dict[str, Any] | None:
-        """None for a request that was not drawn."""
-        if not self.cells and not self.missed:
+        """None for a request that no sample drew."""
+        sketched = self.sketches.as_dict()
+        if not self.cells and not self.missed and sketched is None:
             return None
         return {
             "cells": self.cells,
@@ -119,4 +177,5 @@ class SampleCounts:
             "out_rel": self.out.as_dict(),
             "bound_over_tv": self.tv_ratio.as_dict(),
             "bound_over_out": self.out_ratio.as_dict(),
+            "sketched": sketched,
         }

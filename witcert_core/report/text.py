@@ -173,12 +173,27 @@ def _sample(sample: Mapping[str, Any] | None) -> list[str]:
     missed = sum(sample["rows_not_audited"].values())
     why = _why(sample["rows_not_audited"])
     parts = [f"{missed} rows of it could not be compared with the truth{why}"] if missed else []
+    parts += _sketched(sample["sketched"])
     if sample["tv"] is None:
         return parts
     tv, ratio = sample["tv"], sample["bound_over_tv"]
     loose = "" if ratio is None else f", the bound {_shown(ratio['p50'])} times that in the median"
     moved = f"{_shown(tv['p50'])} in the median and {_shown(tv['max'])} at most"
     return [f"compression really moved {moved}{loose}", *parts]
+
+
+def _sketched(sketched: Mapping[str, Any] | None) -> list[str]:
+    if sketched is None:
+        return []
+    missed = sum(sketched["rows_not_sketched"].values())
+    why = _why(sketched["rows_not_sketched"])
+    parts = [f"{missed} rows of it have no sketch of every token{why}"] if missed else []
+    if sketched["tv_bound"] is None:
+        return parts
+    bound, ratio = sketched["tv_bound"], sketched["bound_over_tv"]
+    loose = "" if ratio is None else f", {_shown(ratio['p50'])} times the true value in the median"
+    found = f"{_shown(bound['p50'])} in the median and {_shown(bound['max'])} at most"
+    return [f"sketches bound the total variation by {found}{loose}", *parts]
 
 
 def _shown(value: float | str) -> str:

@@ -27,6 +27,7 @@ def banner(runtime: Runtime, *, answers: str, metrics: str, note: str = "") -> s
         f"  tier                : {status['tier']} ({claim})",
         f"  rows                : {rows(runtime)}",
         f"  audited             : {audited(policy.meter.audit_every, status)}",
+        *sketched(status),
         f"  prefill reads       : {policy.prefill_reads}",
         f"  tokens quantized    : {ClosingRule.of(runtime.quantizer).describe()}",
         f"  memory              : {format_bytes(status['bytes_witness'])} of witnesses and row ids, "
@@ -64,6 +65,17 @@ def audited(every: int, status: dict[str, Any]) -> str:
     if every == 0:
         return "no row (meter.audit_every: 0)"
     return "every metered row" if every == 1 else f"one metered row of a request in {every}"
+
+
+def sketched(status: dict[str, Any]) -> list[str]:
+    """A line, or none where no sample is sketched."""
+    if not status["sketch_share"]:
+        return []
+    return [
+        f"  sketched            : {status['sketch_share']:.4g} of the requests, drawn at random, "
+        f"{status['sketch_tokens']} tokens at a time ({format_bytes(status['bytes_sketches'])} of 8-bit sketches in "
+        "host memory)"
+    ]
 
 
 def gate(status: dict[str, Any]) -> str:

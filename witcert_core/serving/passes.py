@@ -19,7 +19,9 @@ from witcert_core.report.claims import AFTER_ITS_ANSWER, NOT_FROM_ITS_START
 from witcert_core.serving.forgotten import Forgotten
 
 if TYPE_CHECKING:
-    from witcert_core.meter.truth import Truth
+    from witcert_core.meter.audit import FormatError
+    from witcert_core.meter.kernel_error import KernelArithmetic
+    from witcert_core.meter.truth import SketchedBounds, Truth
 
 MAX_TRACKED_REQUESTS = 65536
 LOOKS = 2
@@ -27,6 +29,10 @@ LOOKS = 2
 when it has the chunk's result, and with its overlap scheduler the first generated token is under way by then."""
 ReadRow = Callable[[int], tuple[Tensor, Tensor]]
 """Number of a row -> keys [S, Hkv, D] and values [S, Hkv, Dv] that attention read for it, its window applied."""
+
+
+ReadSlots = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+"""Layer and slots [N] -> keys [N, Hkv, D] and values [N, Hkv, Dv] that are stored there."""
 
 
 class Attends(Protocol):
@@ -47,6 +53,9 @@ class Attends(Protocol):
     @property
     def sinks(self) -> Tensor | None: ...
 
+    @property
+    def arithmetic(self) -> KernelArithmetic | None: ...
+
 
 class Compares(Protocol):
     """Whoever has the exact keys and values of the audited rows."""
@@ -55,6 +64,25 @@ class Compares(Protocol):
         """The truth about those of the rows `numbers` that are audited; None if none is.
 
         rows [ROWS, H, D]: the queries of all rows of the plan.
+        """
+        ...
+
+
+class Sketches(Protocol):
+    """Whoever has residual sketches of every token of some rows."""
+
+    def bound(
+        self,
+        how: Attends,
+        queries: Tensor,
+        plan: RowPlan,
+        read: ReadRow,
+        numbers: Sequence[int],
+        format_error: FormatError | None = None,
+    ) -> SketchedBounds | None:
+        """Bounds on TV of those of the rows `numbers` that are sketched; None if none is.
+
+        queries [ROWS, H, D]: of all rows of the plan. format_error: of `measure_rows`, by slot.
         """
         ...
 
@@ -119,6 +147,7 @@ class MeteredRow:
     position: int
     ordinal: int
     audited: bool
+    sketched: bool = False
 
 
 @dataclass
@@ -128,7 +157,7 @@ class RowPlan:
     requests[i] [S_i]: all slots of request i, its new_tokens[i] new ones last, of which the last generated[i] were
     sampled by this server. prefixes: request -> how many of its first tokens others may have generated, for
     `GeneratedSlots`. without_law: request -> why it may spend no failure probability. sample: compares the audited rows
-    of sampled requests with the truth.
+    of sampled requests with the truth. sketches: bounds the sketched ones.
     """
 
     rows: list[MeteredRow]
@@ -136,6 +165,7 @@ class RowPlan:
     new_tokens: list[int]
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
     sample: Compares | None = None
+    sketches: Sketches | None = None
     generated: list[int] = field(default_factory=list)
     prefixes: dict[int, int] = field(default_factory=dict)
     without_law: dict[int, str] = field(default_factory=dict)

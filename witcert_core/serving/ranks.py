@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from witcert_core.meter.cells import CellBatch
-from witcert_core.meter.truth import Truth
+from witcert_core.meter.truth import SketchedBounds, Truth
 from witcert_core.serving.steps import StepCells, Verdict
 
 T = TypeVar("T")
@@ -47,11 +47,11 @@ class Ranks:
         if self.size == 1 or not step.rows:
             return step if self.reports else None
         parts: list[Any] | None = [None] * self.size if self.reports else None
-        mine = (step.layers, step.witness_layers, step.verdicts, step.lost, step.truths)
+        mine = (step.layers, step.witness_layers, step.verdicts, step.lost, step.truths, step.sketched)
         dist.gather_object(mine, parts, dst=self._root, group=self._group)
         if parts is None:
             return None
-        layers, witness_layers, verdicts, lost, truths = zip(*parts, strict=True)
+        layers, witness_layers, verdicts, lost, truths, sketched = zip(*parts, strict=True)
         return replace(
             step,
             layers=all_heads(layers),
@@ -62,6 +62,11 @@ class Ranks:
                 layer: Truth.of_heads([part[layer] for part in truths])
                 for layer in truths[0]
                 if all(layer in part for part in truths)
+            },
+            sketched={
+                layer: SketchedBounds.of_heads([part[layer] for part in sketched])
+                for layer in sketched[0]
+                if all(layer in part for part in sketched)
             },
         )
 

@@ -29,6 +29,7 @@ from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RequestPass, RowPlan, RowPlanner
 from witcert_core.serving.ranks import Ranks
 from witcert_core.serving.sampled import sampled_copies
+from witcert_core.serving.sketched import sampled_sketches
 from witcert_core.serving.steps import StepCells
 
 LAST_ROW_ID = 2**32 - 1
@@ -36,6 +37,9 @@ LAST_ROW_ID = 2**32 - 1
 
 class Cache(Protocol):
     """Where keys and values go: `SimulatedCache` or `PackedStorage`."""
+
+    rewritten: Callable[[int, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]], None] | None
+    """Told of every later rewrite of tokens: layer, slots [N], (K, V) exact and (K, V) as stored from now on."""
 
     @property
     def bytes_side(self) -> int: ...
@@ -52,6 +56,8 @@ class Cache(Protocol):
     def overwritten(self, slots: Tensor) -> None: ...
 
     def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor: ...
+
+    def stored(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def status(self) -> dict[str, int]: ...
 
@@ -107,7 +113,10 @@ class Runtime:
         self.generated = GeneratedSlots(geometry.num_slots, geometry.device) if self.uses_dither else None
         self.encoder = Encoder(quantizer, geometry, self.row_ids, DitherKey(seed=0, nonce=nonce, dp_rank=0), tables)
         self.sampled = sampled_copies(policy, geometry, self.ranks)
+        self.sketched = sampled_sketches(policy, quantizer, geometry, self.ranks)
         self.cache = make_cache(self.encoder)
+        if self.sketched is not None:
+            self.cache.rewritten = self.sketched.rewritten
         self.passes = 0
         self.plan: RowPlan | None = None
         self.step: StepCells | None = None
@@ -136,12 +145,17 @@ class Runtime:
         if self.sampled is not None:
             self.sampled.begin(requests, out_slots)
             plan, not_audited = self.sampled.plan(plan, requests)
+        not_sketched: Counter[tuple[int, str]] = Counter()
+        if self.sketched is not None:
+            self.sketched.begin(requests, out_slots)
+            plan, not_sketched = self.sketched.plan(plan, requests)
         self.plan = plan
         self.step = StepCells(
             [r.request_id for r in requests],
             plan.rows,
             unmetered=plan.unmetered,
             not_audited=not_audited,
+            not_sketched=not_sketched,
             without_law=plan.without_law if self.uses_dither else {},
         )
 
@@ -157,13 +171,20 @@ class Runtime:
         self.attention_calls += 1
         if self.sampled is not None:
             self.sampled.put(call)
-        return self.cache.attend(call, self.plan, self.step, self._deltas(self.plan))
+        if self.sketched is None:
+            return self.cache.attend(call, self.plan, self.step, self._deltas(self.plan))
+        self.sketched.put(call)
+        out = self.cache.attend(call, self.plan, self.step, self._deltas(self.plan))
+        self.sketched.keep(call, self.cache.stored)
+        return out
 
     def moved(self, target: Tensor, source: Tensor) -> None:
         """The engine copied what is in slots `source` [N] onto `target` [N]."""
         self.cache.moved(target, source)
         if self.sampled is not None:
             self.sampled.drop(target)
+        if self.sketched is not None:
+            self.sketched.drop(target)
         if self.generated is not None:
             self.generated.moved(target, source)
 
@@ -172,6 +193,8 @@ class Runtime:
         self.cache.overwritten(slots)
         if self.sampled is not None:
             self.sampled.drop(slots)
+        if self.sketched is not None:
+            self.sketched.drop(slots)
         if self.generated is not None:
             self.generated.overwritten(slots)
 
@@ -220,6 +243,8 @@ class Runtime:
         self.cache.forget(request_id)
         if self.sampled is not None:
             self.sampled.forget(request_id)
+        if self.sketched is not None:
+            self.sketched.forget(request_id)
 
     def status(self) -> dict[str, Any]:
         """What is metered, for the start-up handshake, the banner and `/witcert/status`."""
@@ -240,6 +265,9 @@ class Runtime:
             "audit_share": self.policy.meter.audit_share,
             "bytes_sample": 0 if self.sampled is None else self.sampled.nbytes,
             "sample_tokens": 0 if self.sampled is None else self.sampled.copies.num_rows,
+            "sketch_share": self.policy.meter.sketch_share,
+            "bytes_sketches": 0 if self.sketched is None else self.sketched.nbytes,
+            "sketch_tokens": 0 if self.sketched is None else self.sketched.index.num_rows,
             "prefill_reads": self.policy.prefill_reads,
             "bytes_witness": self.cache.bytes_side + of_slots,
             "bytes_audit_copies": self.cache.bytes_audit,

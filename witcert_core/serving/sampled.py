@@ -4,7 +4,7 @@ An audit of everything keeps a copy of the whole cache. Here a request is drawn 
 values it computes are copied to host memory beside the cache, by slot, and every metered row of it is compared with
 attention over them. A request whose prefix has no copies (another one computed it), for which there is no room, or
 whose copies had to make room for another's, is *not audited*, and its rows say why; a row is audited only if the copy
-of every token it sees is there.
+of every token it sees is there. Sketches of another sample are kept by the same rules (`sketched.py`).
 
 Shapes: N tokens, S tokens a row sees, H query heads, Hkv local KV heads, D head_dim, Dv v_head_dim.
 """
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.cache.exact_copies import ShadowStore
+from witcert_core.cache.side_rows import SideRows
 from witcert_core.errors import UnsupportedError
 from witcert_core.meter.truth import Truth, compare
 from witcert_core.policy.model import Policy
@@ -37,57 +38,59 @@ EVICTED = "its exact copies made room for another request's"
 class RequestSample:
     """Every request is drawn with probability `share`, by a keyed hash of how many were asked about before it.
 
-    With the key known the draw can be repeated; what a client sends has no part in it.
+    With the key known the draw can be repeated; what a client sends has no part in it. Draws of several streams under
+    one key are independent of each other.
     """
 
-    def __init__(self, share: float, seed: int) -> None:
+    def __init__(self, share: float, seed: int, stream: bytes = b"") -> None:
         self.share = share
+        self._stream = stream
         self._key = seed.to_bytes(16, "big", signed=True)
         self._asked = 0
 
     def draw(self) -> bool:
-        digest = hashlib.blake2b(self._asked.to_bytes(8, "big"), key=self._key, digest_size=8).digest()
+        digest = hashlib.blake2b(self._asked.to_bytes(8, "big"), key=self._key, digest_size=8, person=self._stream)
         self._asked += 1
-        return int.from_bytes(digest, "big") < self.share * 2.0**64
+        return int.from_bytes(digest.digest(), "big") < self.share * 2.0**64
 
 
 @dataclass
 class _Drawn:
-    """A request of the sample: whether a pass of it began; why it is not audited any more, if it is not."""
+    """A request of the sample: whether a pass of it began; why its rows are left out from now on, if they are."""
 
     began: bool = False
     reason: str = ""
 
 
-class SampledCopies:
-    """Exact copies of the metered layers for the sample, in host memory; one per process.
+class SampledTokens:
+    """Something kept in host memory of every token of the requests of a sample, in the metered layers; one per process.
 
-    All layers of a slot come and go together; the copies used longest ago go first, but never those of a request that
-    is in the pass.
+    index: of what is kept. prefix, no_room, evicted: why rows are left out. All layers of a slot come and go together;
+    what was used longest ago goes first, but never that of a request that is in the pass.
     """
 
-    def __init__(self, sample: RequestSample, copies: ShadowStore, layers: Sequence[int]) -> None:
+    prefix: str
+    no_room = NO_ROOM
+    evicted: str
+
+    def __init__(self, sample: RequestSample, index: SideRows, layers: Sequence[int]) -> None:
         self.sample = sample
-        self.copies = copies
+        self.index = index
         self.layers = frozenset(layers)
         self._drawn: OrderedDict[str, _Drawn | None] = OrderedDict()
-        self._holds = False  # whether any copy was ever taken: until then there is none to void
-        self._writes = False  # whether this pass writes tokens that are copied
-
-    @property
-    def nbytes(self) -> int:
-        return self.copies.nbytes
+        self._holds = False  # whether anything was ever kept: until then there is nothing to void
+        self._writes = False  # whether this pass writes tokens of the sample
 
     def begin(self, requests: Sequence[RequestPass], out_slots: Tensor) -> None:
-        """A pass over `requests` is about to write `out_slots` [N]: their former copies are void, new ones get room."""
+        """A pass over `requests` is about to write `out_slots` [N]: what they had is void, new tokens get room."""
         drawn = [(request, self._state(request.request_id)) for request in requests]
         mine = [(request, state) for request, state in drawn if state is not None]
         self._writes = False
         if self._holds:
-            self.copies.drop(out_slots)
+            self.index.drop(out_slots)
         if not mine:
             return
-        self.copies.advance()
+        self.index.advance()
         fits: list[tuple[RequestPass, _Drawn]] = []
         for request, state in mine:
             prefix = request.slots[: request.slots.numel() - request.new_tokens]
@@ -95,14 +98,17 @@ class SampledCopies:
                 state.reason = self._lacks(state, prefix, fits)
             state.began = True
             if not state.reason:
-                self.copies.touch(prefix)
+                self.index.touch(prefix)
                 fits.append((request, state))
         for request, state in fits:
-            if request.new_tokens > self.copies.room:
-                state.reason = NO_ROOM
+            if request.new_tokens > self.index.room:
+                state.reason = self.no_room
                 continue
-            self.copies.claim(request.slots[-request.new_tokens :], advance=False)
+            self._claim(request.slots[-request.new_tokens :])
             self._holds = self._writes = True
+
+    def _claim(self, slots: Tensor) -> None:
+        self.index.claim(slots, advance=False)
 
     def _state(self, request_id: str) -> _Drawn | None:
         """Of a request of the sample; None for any other."""
@@ -115,33 +121,57 @@ class SampledCopies:
         return self._drawn[request_id]
 
     def _lacks(self, state: _Drawn, prefix: Tensor, others: Sequence[tuple[RequestPass, _Drawn]]) -> str:
-        """Why not every token of the prefix has a copy, or will have one in this pass; empty if every one does."""
-        here = self.copies.has(prefix)
+        """Why not every token of the prefix is kept, or will be in this pass; empty if every one is."""
+        here = self.index.has(prefix)
         for other, _ in others:  # an engine may share a prefix in the very pass that computes it
             here |= torch.isin(prefix, other.slots[-other.new_tokens :])
         if bool(here.all()):
             return ""
-        return EVICTED if state.began else PREFIX
+        return self.evicted if state.began else self.prefix
+
+    def whole(self, requests: Sequence[RequestPass]) -> dict[int, str]:
+        """Requests of the sample, by index in the pass: '' if every token of theirs is kept, else why not.
+
+        Tokens claimed for this pass count: what is kept of them is made before the layer attends.
+        """
+        found: dict[int, str] = {}
+        for index, request in enumerate(requests):
+            state = self._drawn.get(request.request_id)
+            if state is None:
+                continue
+            if not state.reason and not bool(self.index.has(request.slots).all()):
+                state.reason = self.evicted
+            found[index] = state.reason
+        return found
+
+    def drop(self, slots: Tensor) -> None:
+        """Something else is in `slots` now."""
+        if self._holds:
+            self.index.drop(slots)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over; what was kept of it stays for those that share its prefix, until its room is needed."""
+        self._drawn.pop(request_id, None)
+
+
+class SampledCopies(SampledTokens):
+    """Exact copies."""
+
+    prefix, evicted = PREFIX, EVICTED
+
+    def __init__(self, sample: RequestSample, copies: ShadowStore, layers: Sequence[int]) -> None:
+        super().__init__(sample, copies, layers)
+        self.copies = copies
+
+    @property
+    def nbytes(self) -> int:
+        return self.copies.nbytes
 
     def plan(self, plan: RowPlan, requests: Sequence[RequestPass]) -> tuple[RowPlan, Counter[tuple[int, str]]]:
         """The plan with rows marked whose every token has a copy; the sample's other rows, by request and reason."""
-        missed: Counter[tuple[int, str]] = Counter()
-        whole: dict[int, bool] = {}
-        rows = []
-        for row in plan.rows:
-            request = requests[row.request]
-            state = self._drawn.get(request.request_id)
-            if state is None:
-                rows.append(row)
-                continue
-            if not state.reason and row.request not in whole:
-                # Copies claimed for this pass count: they are made before the layer attends.
-                whole[row.request] = bool(self.copies.has(request.slots).all())
-                state.reason = "" if whole[row.request] else EVICTED
-            if state.reason:
-                missed[row.request, state.reason] += 1
-            rows.append(replace(row, audited=not state.reason))
-        return replace(plan, rows=rows, sample=self), missed
+        whole = self.whole(requests)
+        rows = [replace(row, audited=not whole[row.request]) if row.request in whole else row for row in plan.rows]
+        return replace(plan, rows=rows, sample=self), left_out(plan, whole)
 
     def put(self, call: AttentionCall) -> None:
         """Copy the new tokens of one layer, as the model handed them over; before the layer attends."""
@@ -172,14 +202,17 @@ class SampledCopies:
             )
         return Truth.of_rows(audited, found)
 
-    def drop(self, slots: Tensor) -> None:
-        """Something else is in `slots` now."""
-        if self._holds:
-            self.copies.drop(slots)
 
-    def forget(self, request_id: str) -> None:
-        """The request is over; its copies stay for those that share its prefix, until their room is needed."""
-        self._drawn.pop(request_id, None)
+def left_out(plan: RowPlan, whole: dict[int, str]) -> Counter[tuple[int, str]]:
+    """The rows of the plan of which `whole` says that not every token is kept, by request and reason."""
+    reasons = ((row.request, whole.get(row.request, "")) for row in plan.rows)
+    return Counter((request, reason) for request, reason in reasons if reason)
+
+
+def share_seed(policy: Policy, ranks: Ranks) -> int:
+    """The key of the draws. All ranks must draw the same requests: a cell needs the tokens of all its heads."""
+    seed = policy.meter.share_seed
+    return ranks.from_root(secrets.randbits(64) if seed is None else seed)
 
 
 def sampled_copies(policy: Policy, geometry: Geometry, ranks: Ranks) -> SampledCopies | None:
@@ -205,6 +238,4 @@ def sampled_copies(policy: Policy, geometry: Geometry, ranks: Ranks) -> SampledC
         dtype=geometry.pool_dtype,
         pinned=geometry.device != "cpu",
     )
-    # All ranks must draw the same requests: a cell needs the copies of all its heads.
-    seed = ranks.from_root(secrets.randbits(64) if meter.share_seed is None else meter.share_seed)
-    return SampledCopies(RequestSample(meter.audit_share, seed), copies, layers)
+    return SampledCopies(RequestSample(meter.audit_share, share_seed(policy, ranks)), copies, layers)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from witcert_core.meter.cells import CellBatch
 from witcert_core.meter.measure import Summed, bound_cells
-from witcert_core.meter.truth import Truth
+from witcert_core.meter.truth import SketchedBounds, Truth
 from witcert_core.report.ledger import RequestLedger
 from witcert_core.serving.passes import MeteredRow
 
@@ -53,7 +53,7 @@ class StepCells:
     lost: layers that should have measured these rows and did not, with the reason; their cells are unknown.
     verdicts: what a repairing gate did, one for each layer and request.
     truths: what compression really did to the audited rows of sampled requests. not_audited: their other rows, by
-    index in the batch and reason.
+    index in the batch and reason. sketched, not_sketched: likewise bounds from sketches, and rows without them.
     """
 
     request_ids: list[str]
@@ -68,11 +68,19 @@ class StepCells:
     without_law: dict[int, str] = field(default_factory=dict)
     truths: dict[int, Truth] = field(default_factory=dict)
     not_audited: Counter[tuple[int, str]] = field(default_factory=Counter)
+    sketched: dict[int, SketchedBounds] = field(default_factory=dict)
+    not_sketched: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def know(self, layer: int, truth: Truth | None) -> None:
         """Keep what is known of some rows of a layer, beside what already is."""
         if truth is not None:
             self.truths[layer] = Truth.of_parts([self.truths[layer], truth]) if layer in self.truths else truth
+
+    def bound_by_sketches(self, layer: int, found: SketchedBounds | None) -> None:
+        """Keep the sketches' bounds of some rows of a layer, beside what already is."""
+        if found is not None:
+            before = [self.sketched[layer]] if layer in self.sketched else []
+            self.sketched[layer] = SketchedBounds.of_parts([*before, found])
 
     def settle(self) -> None:
         """Take the bounds of all layers at once."""
@@ -109,6 +117,12 @@ class StepCells:
                 found = truth.of(number)
                 if found is not None and layer in self.layers:
                     ledger.compare(self.request_ids[row.request], self.layers[layer], number, *found)
+            for layer, bounds in self.sketched.items():
+                bound, known = bounds.of(number), self.truths.get(layer)
+                if bound is not None and layer in self.layers:
+                    true = None if known is None else known.of(number)
+                    rid, cells = self.request_ids[row.request], self.layers[layer]
+                    ledger.sketch(rid, cells, number, bound, None if true is None else true[0])
             for layer, reason in self.lost.items():
                 ledger.count_lost(self.request_ids[row.request], layer, reason)
         for (index, reason), count in self.unmetered.items():
@@ -117,6 +131,9 @@ class StepCells:
         for (index, reason), count in self.not_audited.items():
             if index in committed:
                 ledger.count_not_audited(self.request_ids[index], count, reason)
+        for (index, reason), count in self.not_sketched.items():
+            if index in committed:
+                ledger.count_not_sketched(self.request_ids[index], count, reason)
         gave_up: dict[int, str] = {}
         for verdict in self.verdicts:
             if verdict.index not in committed:

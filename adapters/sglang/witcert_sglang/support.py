@@ -170,6 +170,11 @@ def check_graphs(policy: Policy, args: Any) -> None:
             f"CUDA graphs with meter.{'audit_every' if policy.meter.audit_every else 'audit_share'}: an audit needs "
             "the queries, which stay in the graph; set it to 0, or add --disable-cuda-graph",
         ),
+        (
+            policy.meter.sketch_share > 0,
+            "CUDA graphs with meter.sketch_share: bounds from sketches need the queries, which stay in the graph; set "
+            "it to 0, or add --disable-cuda-graph",
+        ),
     ):
         if odd:
             raise UnsupportedError(what)

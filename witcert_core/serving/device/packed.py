@@ -28,7 +28,7 @@ from witcert_core.kernels.host import slack
 from witcert_core.kernels.host.backend import kernels_serve, own_arithmetic
 from witcert_core.kernels.host.bypass import BypassedKeys
 from witcert_core.kernels.host.pages import PageTable
-from witcert_core.meter.audit import Attended, Audit, compare_rows
+from witcert_core.meter.audit import Attended, Audit, FormatError, compare_rows
 from witcert_core.meter.cells import CellBatch
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.int8_dither import Int8Dither
@@ -128,9 +128,11 @@ class KernelPacked(PackedStorage):
         for group in self.groups:
             attended, found, certain = self._launch(call, plan, group, deltas, metered)
             out[group.tokens] = attended
-            if metered and plan.sample is not None:
+            if metered and (plan.sample is not None or plan.sketches is not None):
                 read = partial(self._read_row, call, plan, group.stored)
-                compare(step, plan, call, call.q[plan.tokens], read, group.rows)
+                how = replace(call, arithmetic=own_arithmetic(call.q.dtype))
+                error = self._format_error(call, None if group.stored else self._own(call, group))
+                compare(step, plan, how, call.q[plan.tokens], read, group.rows, error)
             if not group.stored:
                 written = call.part(torch.zeros_like(early).index_fill(0, group.tokens, True))
                 self.append(written, written.slots)
@@ -332,19 +334,12 @@ class KernelPacked(PackedStorage):
         kept = self.exact_k.get(call.layer)
         if kept is None or not group.rows:
             return None
-        own = None
-        if not group.stored:  # a chunk's own tokens are not packed yet, and were read exactly
-            chosen = torch.zeros(call.slots.numel(), dtype=torch.bool, device=call.slots.device)
-            own = call.part(chosen.index_fill(0, group.tokens, True))
-        packed, digits = self.cache[call.layer], call.q.dtype != torch.float32
+        own = None if group.stored else self._own(call, group)
+        packed = self.cache[call.layer]
 
         def read(slots: Tensor) -> tuple[Tensor, Tensor]:
             found = gather([slots], packed, functools.partial(self.cache.read, call.layer), own)
             return found.k, found.v
-
-        def format_error(q: Tensor, slots: Tensor) -> Tensor:
-            error = packed_dot_error(packed, q, slots, call.sm_scale, digits)
-            return error if own is None else error.masked_fill(torch.isin(slots, own.slots), 0.0)
 
         return compare_rows(
             call.q[group.tokens[group.local]],
@@ -354,8 +349,24 @@ class KernelPacked(PackedStorage):
             kept.__getitem__,
             plan.audited[group.rows],
             Attended(call.sm_scale, call.logits_soft_cap, call.sinks, own_arithmetic(call.q.dtype)),
-            format_error,
+            self._format_error(call, own),
         )
+
+    @staticmethod
+    def _own(call: AttentionCall, group: Group) -> AttentionCall:
+        """A chunk's own tokens, which are not packed yet and are read exactly."""
+        chosen = torch.zeros(call.slots.numel(), dtype=torch.bool, device=call.slots.device)
+        return call.part(chosen.index_fill(0, group.tokens, True))
+
+    def _format_error(self, call: AttentionCall, own: AttentionCall | None) -> FormatError:
+        """That of the kernels' product with the codes in some slots; `own` tokens are read exactly."""
+        packed, digits = self.cache[call.layer], call.q.dtype != torch.float32
+
+        def format_error(q: Tensor, slots: Tensor) -> Tensor:
+            error = packed_dot_error(packed, q, slots, call.sm_scale, digits)
+            return error if own is None else error.masked_fill(torch.isin(slots, own.slots), 0.0)
+
+        return format_error
 
 
 def packed_dot_error(layer: PackedLayer, q: Tensor, slots: Tensor, sm_scale: float, digits: bool) -> Tensor:

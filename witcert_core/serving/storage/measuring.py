@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from witcert_core.meter.audit import Audit, Read
+from witcert_core.meter.audit import Audit, FormatError, Read
 from witcert_core.meter.cells import CellBatch, Terms
 from witcert_core.meter.measure import Summed, measure_rows
 from witcert_core.meter.protocols import Radii
@@ -112,11 +112,15 @@ def compare(
     rows: Tensor,
     read: ReadRow,
     numbers: Sequence[int] | None = None,
+    format_error: FormatError | None = None,
 ) -> None:
-    """Keep the truth about the audited rows of sampled requests: of all rows [R, H, D], or of those named."""
+    """Keep the truth about the audited rows of sampled requests, and the bounds of the sketched ones: of all rows
+    [R, H, D], or of those named. format_error: of `measure_rows`, by slot."""
+    every = range(len(plan.rows)) if numbers is None else numbers
     if plan.sample is not None:
-        every = range(len(plan.rows)) if numbers is None else numbers
         step.know(call.layer, plan.sample.compare(call, rows, plan, read, every))
+    if plan.sketches is not None:
+        step.bound_by_sketches(call.layer, plan.sketches.bound(call, rows, plan, read, every, format_error))
 
 
 def stacked(parts: list[Summed]) -> Summed:

@@ -27,7 +27,7 @@ from witcert_core.serving.storage.gated_rows import LayerCall
 from witcert_core.serving.storage.gathered import Gathered, gather
 from witcert_core.serving.storage.outliers import OutlierChoice
 from witcert_core.serving.storage.repair import BlockRepairer
-from witcert_core.serving.storage.simulated import block_repairer, shadow_store
+from witcert_core.serving.storage.simulated import Rewritten, block_repairer, shadow_store
 
 
 class PackedStorage:
@@ -46,6 +46,7 @@ class PackedStorage:
                 f"{geometry.backend} has no room; name a quantizer without bypass"
             )
         self.outliers = OutlierChoice(self.cache)
+        self.rewritten: Rewritten | None = None  # without outliers, a token keeps the codes it was written with
         self.repaired: RepairedCache | None = None
         self.repairer: BlockRepairer | None = None
         if policy.repairs:
@@ -123,6 +124,10 @@ class PackedStorage:
         if own is not None:
             self._write(own, k.part(late), v.part(late))
         return out.reshape(call.q.shape[0], -1)
+
+    def stored(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values that the codes in `slots` [N] stand for."""
+        return self.cache.read(layer, slots)
 
     def _encode(self, call: AttentionCall) -> tuple[Coded, Coded]:
         coded_k = self.cache.to_encode(call.layer, call.exact_k)

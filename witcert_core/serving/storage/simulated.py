@@ -7,7 +7,7 @@ place once they are due (`closing.py`): in a pass that reads what is stored befo
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from witcert_core.serving.steps import StepCells
 from witcert_core.serving.storage import measuring
 from witcert_core.serving.storage.gated_rows import LayerCall
 from witcert_core.serving.storage.repair import BlockRepairer
+
+Rewritten = Callable[[int, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]], None]
 
 
 class SimulatedCache:
@@ -64,6 +66,7 @@ class SimulatedCache:
         rule = ClosingRule.of(encoder.quantizer)
         self.open = None if rule.immediate else OpenTokens(rule, geometry.num_slots, geometry.device)
         self.due: DueTokens | None = None
+        self.rewritten: Rewritten | None = None
         self.shadow = shadow_store(policy, geometry) if policy.repairs else None
         self.repairer: BlockRepairer | None = None
         if self.shadow is not None:
@@ -135,6 +138,10 @@ class SimulatedCache:
             self._account(own, k, v)
         return out
 
+    def stored(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values that attention reads in `slots` [N] from now on."""
+        return self.pool.read(layer, slots)
+
     def _encode(self, call: AttentionCall) -> tuple[Coded, Coded]:
         return self.encoder.encode(call.layer, call.slots, call.positions, call.exact_k, call.exact_v)
 
@@ -175,6 +182,8 @@ class SimulatedCache:
         self.pool.write(layer, due.slots, k.values.to(exact_k), v.values.to(exact_v))
         stored_k, stored_v = self.pool.read(layer, due.slots)
         self.store.write(layer, due.slots, exact_k=exact_k, exact_v=exact_v, stored_k=stored_k, stored_v=stored_v)
+        if self.rewritten is not None:
+            self.rewritten(layer, due.slots, (exact_k, exact_v), (stored_k, stored_v))
 
     def _check_positions(self, call: AttentionCall, plan: RowPlan) -> None:
         """Tokens closed later are turned back by their place in the request: it must be their rotary position."""

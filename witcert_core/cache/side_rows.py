@@ -1,0 +1,85 @@
+"""Which slots of an engine's pool have something kept beside it in host memory, of which there is room for a few only.
+
+Shapes: SLOTS slots of the pool, ROWS rows of what is kept, N slots asked about.
+
+A row belongs to the token last written into its slot; when all are taken, those used longest ago go first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NO_ROW = -1
+
+
+class SideRows:
+    """The index of up to `num_rows` rows, at most one a slot."""
+
+    def __init__(self, num_slots: int, num_rows: int) -> None:
+        rows = min(num_rows, num_slots)
+        self._row_of = torch.full((num_slots,), NO_ROW, dtype=torch.int64)
+        self._slot_of = torch.full((rows,), NO_ROW, dtype=torch.int64)
+        self._used = torch.zeros(rows, dtype=torch.int64)
+        self._clock = 0
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._slot_of.numel())
+
+    @property
+    def room(self) -> int:
+        """Rows that are free or were not used since the clock last advanced."""
+        return int((self._used < self._clock).sum())
+
+    def advance(self) -> None:
+        """What is used from here on was used later than all before."""
+        self._clock += 1
+
+    def claim(self, slots: Tensor, *, advance: bool = True) -> None:
+        """Make room for the tokens about to be written into `slots` [N]; their former copies are void.
+
+        Of more slots than there are rows only the last ones are kept.
+        """
+        slots = _on_host(slots)
+        if advance:
+            self.advance()
+        self._release(slots)
+        wanted = slots[-self.num_rows :]
+        # Free rows carry the oldest stamp of all, so they are taken before anything is evicted.
+        rows = torch.argsort(self._used, stable=True)[: wanted.numel()]
+        evicted = self._slot_of[rows]
+        self._row_of[evicted[evicted != NO_ROW]] = NO_ROW
+        self._slot_of[rows] = wanted
+        self._row_of[wanted] = rows
+        self._used[rows] = self._clock
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """int64 [N] on the host: the row of each of `slots` [N], NO_ROW without one."""
+        found: Tensor = self._row_of[_on_host(slots)]
+        return found
+
+    def has(self, slots: Tensor) -> Tensor:
+        """bool [N], where `slots` are: whether each has a row."""
+        return (self.rows(slots) != NO_ROW).to(slots.device)
+
+    def drop(self, slots: Tensor) -> None:
+        """Forget what was kept of `slots`: something else is in them now."""
+        self._release(_on_host(slots))
+
+    def touch(self, slots: Tensor) -> None:
+        """Count the rows of `slots` as used now: a request being served reads them."""
+        rows = self.rows(slots)
+        self._used[rows[rows != NO_ROW]] = self._clock
+
+    def _release(self, slots: Tensor) -> None:
+        rows = self._row_of[slots]
+        rows = rows[rows != NO_ROW]
+        self._slot_of[rows] = NO_ROW
+        self._used[rows] = 0
+        self._row_of[slots] = NO_ROW
+
+
+def _on_host(slots: Tensor) -> Tensor:
+    """What is kept and its index lie there, wherever the pool does."""
+    return slots.to("cpu", torch.int64)
