@@ -72,8 +72,8 @@ class Served:
 class MiniEngine:
     """A runtime with its cache, driven pass by pass; with `metered` every decode row is bounded and compared.
 
-    device: where the pool lies and what attention is handed; only the CPU's can be compared. outputs: of the last pass,
-    a layer each [N, HQ, D]: 0, or what a gate computed again.
+    device: where the pool lies and what attention is handed; only the CPU's can be compared. asked, outputs: of the
+    last pass, a layer each [N, HQ, D]: queries; 0, or what a gate computed again.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class MiniEngine:
         self.device = sections.pop("device", "cpu")
         kind = sections.pop("kind", SimulatedCache)
         self.outputs: list[Tensor] = []
+        self.asked: list[Tensor] = []
         meter = {"stride": 1, "audit_every": 1, "max_rows": 2} if self.metered else {}
         quantizer = {"name": name, "params": params or {}}
         policy = parse_policy({"version": 1, "quantizer": quantizer, "meter": meter, **sections})
@@ -130,13 +131,12 @@ class MiniEngine:
         decoding = [count == 1 < request.length for request, count in new.items()]
         counts = torch.tensor(list(new.values()))
         stored = torch.tensor([self.stored_reads or d for d in decoding]).repeat_interleave(counts).to(self.device)
-        asked: list[Tensor] = []
-        self.outputs = []
+        self.asked, self.outputs = [], []
         for layer in range(LAYERS):
             own = [torch.cat([r.exact[kind][layer, p] for r, p in zip(new, places, strict=True)]) for kind in "kv"]
             own = [x.to(self.device) for x in own]
             q = (torch.randn(len(slots), HQ, D, generator=self.queries) * 2).to(self.device, self.dtype)
-            asked.append(q)
+            self.asked.append(q)
 
             def run(k: Tensor | None, v: Tensor | None, layer: int = layer, own: list[Tensor] = own) -> Tensor:
                 self.pool.write(layer, slots, own[0] if k is None else k, own[1] if v is None else v)
@@ -147,7 +147,7 @@ class MiniEngine:
         step = self.runtime.end()
         assert step is not None
         if self.metered:
-            self.compare(step, list(new), decoding, asked)
+            self.compare(step, list(new), decoding, self.asked)
         return step
 
     def compare(self, step: StepCells, requests: list[Served], decoding: list[bool], asked: list[Tensor]) -> None:

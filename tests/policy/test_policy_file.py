@@ -114,7 +114,7 @@ def test_defaults() -> None:
             {"meter": {"strid": 1}, "gate": {"tau": 2}},
             "p.yaml: meter.strid: unknown key (did you mean 'stride'?); "
             "allowed: tier, form, sketch_bits, bands, delta, max_rows, stride, layers, audit_every, audit_share, "
-            "share_bytes, share_seed, declared_rows; "
+            "sketch_share, share_bytes, share_seed, declared_rows; "
             "gate.tau: is",
         ),
     ],

@@ -23,7 +23,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_the_truth_is_told_in_every_storage(name: str, sections: dict[str, Any]) -> None:
     sections = dict(sections)
     dtype = sections.pop("dtype", torch.float32)
-    engine = Engine(name, dtype, meter={"audit_every": 0, "audit_share": 1.0}, **sections)
+    shares = {"audit_share": 1.0} if "gate" in sections else {"audit_share": 1.0, "sketch_share": 1.0}
+    engine = Engine(name, dtype, meter={"audit_every": 0, **shares}, **sections)
     for new, mode in (([7, 31], ForwardMode.EXTEND), ([5, 2], ForwardMode.EXTEND), ([1, 1], ForwardMode.DECODE)):
         step, queries, _ = engine.step(new, mode)
         step.count(engine.runtime.ledger, {0, 1})
@@ -38,20 +39,28 @@ def test_the_truth_is_told_in_every_storage(name: str, sections: dict[str, Any])
             torch.testing.assert_close(truth.out[i], (exact_out - out).norm(dim=-1), rtol=1e-3, atol=1e-5)
             assert (truth.tv[i] <= cells.meter[i]).all()
             assert (truth.out[i] <= cells.out_bound[i]).all()
+            if "gate" not in sections:  # refused: it changes what was sketched
+                sketched = step.sketched[layer]
+                assert sketched.rows == [0, 1]
+                assert (truth.tv[i] <= sketched.tv[i]).all()
+                assert (sketched.tv[i] < cells.meter[i])[cells.num_quantized[i] > 0].all()
     for rid in "ab":
         sample = engine.runtime.finish(rid, "stop")["sample"]
         assert sample["violations"] == 0
         assert sample["cells"] > 0
         assert sample["rows_not_audited"] == {}
+        assert "gate" in sections or sample["sketched"]["rows_not_sketched"] == {}
     assert engine.runtime.status()["bytes_audit_copies"] == 0
 
 
 def test_slots_that_the_engine_moves_or_restores_have_no_copies() -> None:
-    engine = Engine("int4_token_group", meter={"audit_every": 0, "audit_share": 1.0})
+    engine = Engine("int4_token_group", meter={"audit_every": 0, "audit_share": 1.0, "sketch_share": 1.0})
     engine.step([7, 31], ForwardMode.EXTEND)
     slots = [engine.requests.req_to_token[row, :3].long() for row in engine.rows]
     engine.runtime.overwritten(slots[0])
     engine.runtime.moved(slots[1], slots[0])
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
     assert not step.truths
+    assert not step.sketched
     assert sorted(step.not_audited.values()) == [1, 1]
+    assert sorted(step.not_sketched.values()) == [1, 1]

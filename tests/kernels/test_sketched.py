@@ -1,0 +1,54 @@
+"""Rows of a sample are bounded by sketches alike in the caches that kernels read and in their references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from witcert_core.serving.device.packed import KernelPacked
+from witcert_core.serving.device.simulated import KernelSimulated
+from witcert_core.serving.storage.packed import PackedStorage
+from witcert_core.serving.storage.simulated import SimulatedCache
+
+from . import test_serving as packed
+from . import test_simulated as simulated
+
+METER = {"audit_every": 0, "audit_share": 1.0, "sketch_share": 1.0}
+
+
+def assert_alike(kernels: Any, reference: Any | None, atol: float, **options: Any) -> None:
+    rows = 0
+    for new in simulated.PASSES:
+        mine, theirs = (served and served.step(new, **options)[0] for served in (kernels, reference))
+        if not mine.rows:
+            assert not mine.sketched
+            continue
+        found, truth, cells = mine.sketched[0], mine.truths[0], mine.layers[0]
+        assert sorted(found.rows) == list(range(len(mine.rows)))
+        for number in found.rows:
+            bound, true = found.of(number), truth.of(number)
+            assert bound is not None
+            assert true is not None
+            assert (true[0] <= bound).all()
+            read = cells.num_quantized[number] > 0
+            assert bound[read].sum() < cells.meter[number][read].sum()
+            if theirs:
+                torch.testing.assert_close(bound, theirs.sketched[0].of(number), rtol=1e-6, atol=atol)
+        rows += len(mine.rows)
+    assert rows > 2
+
+
+@pytest.mark.parametrize(("name", "options"), [("fp8_e4m3_cast", {"window_left": 6}), ("int8_dither", {})], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_of_a_simulated_cache(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    kinds = KernelSimulated, SimulatedCache
+    assert_alike(*(simulated.Served(kind, name, dtype, meter=METER) for kind in kinds), 1e-9, **options)
+
+
+@pytest.mark.parametrize("options", [{"window_left": 6}, {}], ids=str)
+def test_of_a_packed_cache(options: dict[str, Any]) -> None:
+    """The kernels' own products err by more than those of the reference, which is in their bounds: thousandths here."""
+    kernels, reference = (packed.Served(kind, "int8_dither", **METER) for kind in (KernelPacked, PackedStorage))
+    assert_alike(kernels, None if options else reference, 0.005, **options)  # the reference has no window
