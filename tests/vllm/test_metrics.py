@@ -12,7 +12,7 @@ from witcert_vllm.metrics import Recorder, replay
 
 from witcert_core.report.counts import RequestState
 from witcert_core.report.prometheus import Metrics
-from witcert_core.report.sample import Compared
+from witcert_core.report.sample import BoundedBySketches, Compared
 
 pytestmark = pytest.mark.vllm
 
@@ -32,6 +32,8 @@ def calls() -> dict[str, list[object]]:
         "cells_measured": ["q", counts.Observed(**given)],
         "cells_compared": ["q", Compared(*torch.tensor([[0.0, 0.2], [0.1, torch.inf], [1.5, 9], [2, 3]]).double(), 1)],
         "rows_not_audited": [2, "no room"],
+        "cells_sketched": ["q", BoundedBySketches(*torch.tensor([[0.0, 0.2], [0.1, 1.5], [1.5, 9]]).double(), 1)],
+        "rows_not_sketched": [2, "no room"],
         "rows_unknown": [3],
         "cells_unknown": ["q", 4],
         "request_finished": ["q", 0.5],

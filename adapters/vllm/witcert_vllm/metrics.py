@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from witcert_core.report.counts import Observed
 from witcert_core.report.prometheus import Metrics
-from witcert_core.report.sample import Compared
+from witcert_core.report.sample import BoundedBySketches, Compared
 from witcert_vllm import http
 
 
@@ -51,9 +51,13 @@ class Recorder(Metrics):
         self.events.append(["cells_measured", quantizer, {**values, "meter": seen.meter.tolist()}])
 
     def cells_compared(self, quantizer: str, found: Compared) -> None:
-        values = {field.name: getattr(found, field.name) for field in fields(found)}
-        lists = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in values.items()}
-        self.events.append(["cells_compared", quantizer, lists])
+        self.events.append(["cells_compared", quantizer, _listed(found)])
+
+    def cells_sketched(self, quantizer: str, found: BoundedBySketches) -> None:
+        self.events.append(["cells_sketched", quantizer, _listed(found)])
+
+    def rows_not_sketched(self, rows: int, reason: str) -> None:
+        self.events.append(["rows_not_sketched", rows, reason])
 
     def rows_not_audited(self, rows: int, reason: str) -> None:
         self.events.append(["rows_not_audited", rows, reason])
@@ -73,6 +77,16 @@ class Recorder(Metrics):
         return events
 
 
+def _listed(found: Compared | BoundedBySketches) -> dict[str, Any]:
+    """Its fields, as a message can carry them; `_found` makes it of them again."""
+    values = {field.name: getattr(found, field.name) for field in fields(found)}
+    return {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in values.items()}
+
+
+def _found(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.tensor(x, dtype=torch.float64) if isinstance(x, list) else x for name, x in values.items()}
+
+
 def replay(metrics: Metrics, events: list[list[Any]]) -> None:
     """Do the recorded calls."""
     for name, *args in events:
@@ -82,10 +96,10 @@ def replay(metrics: Metrics, events: list[list[Any]]) -> None:
             metrics.cells_measured(quantizer, Observed(**{**values, "meter": meter}))
         elif name == "cells_compared":
             quantizer, values = args
-            tensors = {
-                key: torch.tensor(x, dtype=torch.float64) if isinstance(x, list) else x for key, x in values.items()
-            }
-            metrics.cells_compared(quantizer, Compared(**tensors))
+            metrics.cells_compared(quantizer, Compared(**_found(values)))
+        elif name == "cells_sketched":
+            quantizer, values = args
+            metrics.cells_sketched(quantizer, BoundedBySketches(**_found(values)))
         else:
             getattr(metrics, name)(*args)
 
