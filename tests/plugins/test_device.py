@@ -24,6 +24,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "calibrated": {"name": "kvquant", "params": {"calibration_tokens": 16, "bits": 3}, "gate": {"kind": "certified"}},
     "engine": {"name": "engine", "kind": EngineCache},
     "sampled": {"name": "int4_token_group", "meter": {"stride": 1, "max_rows": 2, "audit_share": 1.0}},
+    "sketched sample": {"name": "int4_token_group", "meter": {"stride": 1, "max_rows": 2, "sketch_share": 1.0}},
+    "sketched groups": {
+        "name": "kivi",
+        "params": {"residual": 32},
+        "meter": {"stride": 1, "max_rows": 2, "sketch_share": 1.0},
+    },
 }
 PASSES = ({0: 40, 1: 21}, {0: 1, 1: 1}, {0: 9, 1: 1}, {0: 1, 1: 1})
 
@@ -70,7 +76,7 @@ def test_on_one_device(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cells[0] == cells[1]
     assert cells[0][policy == "engine"] > 0
     assert summaries[0]["sample"] == summaries[1]["sample"]
-    assert (summaries[0]["sample"] is not None) == (policy == "sampled")
+    assert (summaries[0]["sample"] is not None) == (policy in ("sampled", "sketched sample", "sketched groups"))
     assert summaries[0]["gate"] == summaries[1]["gate"]
     repairs = "gate" in POLICIES[policy]
     assert bool(summaries[0]["gate"]["repaired_blocks"]) == repairs

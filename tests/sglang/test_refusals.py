@@ -238,6 +238,7 @@ PACKED = {"quantizer": {"name": "int8_dither", "storage": "packed"}}
         (PACKED, "breakable", "disabled", {}, "--cuda-graph-backend-decode full"),
         (PACKED, "disabled", "full", {}, "--disable-prefill-cuda-graph"),
         ({**PACKED, "meter": {"audit_every": 4}}, "full", "disabled", {}, "audit_every"),
+        ({**PACKED, "meter": {"sketch_share": 0.1}}, "full", "disabled", {}, "sketch_share"),
         ({**PACKED, "gate": {"kind": "certified"}}, "full", "disabled", {}, "gate.kind: certified"),
         (PACKED, "full", "disabled", {"attention_backend": "torch_native"}, "--attention-backend triton"),
         (PACKED, "full", "disabled", {"decode_attention_backend": "torch_native"}, "--attention-backend triton"),
