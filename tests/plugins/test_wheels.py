@@ -94,7 +94,7 @@ def test_unpacked_wheels_work_as_a_stranger_uses_them(wheels: dict[str, zipfile.
     code = """
 import sys
 from witcert_core.cli import main
-from witcert_core.evaluate.tasks import task_sources
+from witcert_core.evaluate.task_registry import task_sources
 from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.report.schema import load_schema
 print(load_schema("request")["$schema"], load_schema("cell")["$schema"], *sorted(task_sources()))
