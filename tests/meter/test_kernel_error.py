@@ -1,13 +1,20 @@
 """What a kernel's own arithmetic does is inside the bounds: casts, lost mass, sums in float32, the output's dtype."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from witcert_core.cache.bands import band_map
 from witcert_core.cache.witness_store import SlotStore
-from witcert_core.meter.kernel_error import KernelArithmetic, attention_error, kernel_radius, mass_error
+from witcert_core.meter.kernel_error import (
+    KernelArithmetic,
+    attention_error,
+    kernel_radius,
+    mass_error,
+    output_error,
+)
 from witcert_core.meter.measure import bound_cells, measure_rows
 from witcert_core.meter.sums import AccField
 from witcert_core.meter.tv import softmax_with_sink
@@ -71,7 +78,14 @@ def test_the_mass_that_casting_weights_loses_is_in_the_output_bound(dtype):
     exact = z.double().softmax(-1) @ v[:, 0].double()
     moved = (out - exact).norm()
     summed = measure_rows(
-        q, lambda s: (k[s], v[s]), [slots], radii=store[0], sm_scale=1.0, delta_loc=[0.0], form="auto"
+        q,
+        lambda s: (k[s], v[s]),
+        [slots],
+        radii=store[0],
+        sm_scale=1.0,
+        delta_loc=[0.0],
+        form="auto",
+        arithmetic=replace(KernelArithmetic.of(dtype), merges=False),
     )
     cells = bound_cells([summed])[0]
     assert moved > 0.4 * KernelArithmetic.of(dtype).cast_unit * exact.norm()
@@ -112,6 +126,36 @@ def test_no_kernel_hands_on_more_than_the_error_of_its_arithmetic(arithmetic, si
         assert bool((moved <= bound).all())
         closest = max(closest, float((moved / bound).max()))
     assert closest > 0.002, "a bound that no arithmetic comes near"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_parts_that_cancel_after_their_own_rounding_are_allowed_for(dtype):
+    """Two halves of the tokens, each rounded as an output before both are merged, and nearly opposite."""
+    unit, one = KernelArithmetic((), dtype).output_unit, KernelArithmetic((), dtype)
+    v = torch.tensor([1.0 + unit * 0.99, -1.0]).reshape(2, 1, 1)
+    weights = torch.full((1, 2), 0.5, dtype=torch.float64)
+    parts = [rounded(v[i, 0], dtype).double() for i in range(2)]
+    moved = (0.5 * (parts[0] + parts[1]) - 0.5 * v[:, 0].double().sum(0)).abs().item()
+    assert moved > 0.4 * unit
+    zero = torch.zeros(1, dtype=torch.float64)
+
+    def bound(arithmetic: KernelArithmetic) -> float:
+        out = weights @ v[:, 0].double()
+        found = output_error(
+            zero,
+            num_tokens=2,
+            norm=out.norm(dim=-1),
+            mean_norm=weights @ v.double().norm(dim=-1)[:, 0],
+            max_norm=zero + 2.0,
+            diameter=zero + 4.0,
+            v_dim=1,
+            arithmetic=arithmetic,
+        )
+        return float(found)
+
+    assert bound(one) < moved <= bound(replace(one, merges=True)) < 4 * unit
+    assert KernelArithmetic.of(dtype).merges
+    assert not KernelArithmetic.of(torch.float32).merges
 
 
 def test_sixteen_bits_are_told_apart():

@@ -321,9 +321,6 @@ def test_windows_and_caps_that_a_backend_does_not_follow_are_refused() -> None:
         windows.check_backend([capped], backend_of("TorchNativeAttnBackend"))
     with pytest.raises(UnsupportedError, match="a window of 17 tokens under a TritonAttnBackend that reads 13 of them"):
         windows.check_backend([windowed], backend_of("TritonAttnBackend", 12))
-    alone = RadixAttention(2, 64, 0.1, num_kv_heads=2, layer_id=0, sliding_window_size=0)
-    with pytest.raises(UnsupportedError, match="a window of one token, of which a TritonAttnBackend would decode over"):
-        windows.check_backend([alone], backend_of("TritonAttnBackend", 0))
     with pytest.raises(UnsupportedError, match="not one whose windows and logit caps are known"):
         windows.check_backend([windowed], backend_of("SomeOtherBackend"))
 

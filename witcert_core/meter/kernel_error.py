@@ -43,24 +43,29 @@ class KernelArithmetic:
         weights: what weights are cast to before the product with V, one or several; none where they are not cast.
         output: that of the tensor handed on.
         truncates: casts may round towards zero, not to nearest (vLLM's bfloat16 on a CPU without AVX512_BF16).
+        merges: outputs over parts of the tokens may have been rounded to the output's dtype before they were merged
+            (FlashInfer's chunk over a prefix, cascades over a shared one).
     """
 
     weights: tuple[torch.dtype, ...]
     output: torch.dtype
     truncates: bool = False
+    merges: bool = False
 
     @classmethod
     def of(cls, q: torch.dtype, *stored: torch.dtype) -> KernelArithmetic:
         """The least exact one that an engine may have for queries ``q`` over a pool of these dtypes.
 
         16-bit kernels cast weights to the dtype of V, or of Q once V is cast to it; those that do not are better than
-        claimed. Where neither says which 16 bits (an 8-bit pool under float32 queries), bfloat16 is assumed.
+        claimed. Where neither says which 16 bits (an 8-bit pool under float32 queries), bfloat16 is assumed. Parts of
+        16-bit outputs may be rounded by themselves.
         """
         given = (q, *stored)
         if min(dtype.itemsize for dtype in given) >= 4:
             return cls((), q)
+        merges = q.itemsize < 4
         half = torch.float16 in given and torch.bfloat16 not in given
-        return cls((torch.float16 if half else torch.bfloat16,), q)
+        return cls((torch.float16 if half else torch.bfloat16,), q, merges=merges)
 
     @property
     def cast_unit(self) -> float:
@@ -153,7 +158,8 @@ def output_error(
     * ``theta`` (:func:`mass_error`) times ``||sum p' v~||``: mass that casting takes or adds, whatever the diameter;
     * ``(S + 16) 2^-23 sum p' ||v~||`` for e, products and sums in float32 in any order;
     * the rounding of each channel to the output's dtype, of which overflow is no part: an output that is not finite is
-      no output.
+      no output. Where parts are merged each of them was rounded before, and they may cancel: ``sum p' ||v~||`` then
+      counts, not the norm of what is left.
 
     Args:
         weight_tv: ``[...]`` bound on TV(p', p~), of `weight_error`.
@@ -174,9 +180,13 @@ def output_error(
     theta = mass_error(seen, arithmetic)
     moved = tv * diameter
     before = torch.minimum(norm + moved, max_norm)
-    summed = (seen + FEW_STEPS) * SUM_UNIT * (1.0 + theta) * torch.minimum(mean_norm + tv * max_norm, max_norm)
+    lengths = (1.0 + theta) * torch.minimum(mean_norm + tv * max_norm, max_norm)
+    summed = (seen + FEW_STEPS) * SUM_UNIT * lengths
+    least = v_dim**0.5 * arithmetic.output_least
+    if arithmetic.merges:
+        summed = summed + (arithmetic.output_unit * (lengths + summed) + least)
     handed = before * (1.0 + theta) + summed
-    rounded = arithmetic.output_unit * handed + v_dim**0.5 * arithmetic.output_least
+    rounded = arithmetic.output_unit * handed + least
     total = (moved + theta * before + summed + rounded) * _UP
     known = reduce(torch.logical_and, (x.isfinite() for x in (norm, mean_norm, max_norm, diameter, tv)))
     return torch.where(known, total, float("inf")).nan_to_num(nan=float("inf"), posinf=float("inf"))

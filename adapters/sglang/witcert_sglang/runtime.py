@@ -188,6 +188,7 @@ class SglangRuntime(Runtime):
             # A packed pool is attended by ours, over the model's own window; any other by the engine's kernel.
             window_left=layer.sliding_window_size if packed else windows.window_left(backend, layer, is_decode),
             sinks=kwargs.get("sinks"),
+            arithmetic=windows.arithmetic(backend, q.dtype, g.pool_dtype),
         )
         if capturing and self.graphs is not None and not self.in_pass:
             return self.graphs.captured.attend(call)

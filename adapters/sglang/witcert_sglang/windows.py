@@ -19,10 +19,13 @@ another one is refused. A packed pool is attended by our own kernels, over w tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from witcert_core.errors import UnsupportedError
+from witcert_core.meter.kernel_error import KernelArithmetic
 
 
 @dataclass(frozen=True)
@@ -31,17 +34,19 @@ class Convention:
 
     decode_less: tokens that a decode row sees less than `sliding_window_size` before its own. windows, soft_cap:
     whether it follows them everywhere. one_window: whether the model runner's window cuts its reads, not the layer's.
+    merges: whether it may round outputs over parts of the tokens before it merges them.
     """
 
     decode_less: int = 0
     windows: bool = True
     soft_cap: bool = True
     one_window: bool = False
+    merges: bool = True
 
 
 CONVENTIONS: dict[str, Convention] = {
-    "TorchNativeAttnBackend": Convention(soft_cap=False),
-    "TritonAttnBackend": Convention(decode_less=1, one_window=True),
+    "TorchNativeAttnBackend": Convention(soft_cap=False, merges=False),
+    "TritonAttnBackend": Convention(decode_less=1, one_window=True, merges=False),
     "FlashInferAttnBackend": Convention(windows=False, one_window=True),
     "FlashAttentionBackend": Convention(),
 }
@@ -70,6 +75,13 @@ def window_left(backend: type[Any], layer: Any, is_decode: bool) -> int:
     return size if size < 0 or not is_decode else size - convention_of(backend).decode_less
 
 
+def arithmetic(backend: type[Any], q: torch.dtype, pool: torch.dtype) -> KernelArithmetic | None:
+    """What a backend's kernels may do to weights and outputs; None where no more is known than dtypes."""
+    if pool.itemsize < 2 or convention_of(backend).merges:
+        return None
+    return replace(KernelArithmetic.of(q, pool), merges=False)
+
+
 def check_backend(layers: Sequence[Any], backend: Any) -> None:
     """Raise UnsupportedError for layers whose window or logit cap this backend does not follow."""
     kind, name = convention_of(type(backend)), type(backend).__name__
@@ -80,11 +92,6 @@ def check_backend(layers: Sequence[Any], backend: Any) -> None:
             raise UnsupportedError(
                 f"attention layer {layer.layer_id} has a sliding window, which SGLang's flashinfer backend leaves out "
                 "of first chunks; use --attention-backend triton"
-            )
-        if size == 0 and kind.decode_less:
-            raise UnsupportedError(
-                f"attention layer {layer.layer_id} has a window of one token, of which a {name} would decode over "
-                "none; use --attention-backend torch_native or fa3"
             )
         if size >= 0 and kind.one_window and own != size:
             raise UnsupportedError(
