@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.policy.model import parse_policy
+from witcert_core.quantizers.dither import DitherKey
 from witcert_core.quantizers.rotary import RotarySpec, RotaryTable
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder
@@ -171,6 +172,25 @@ class MiniEngine:
         k, v = self.stored(request, layer)
         exact_k, exact_v = (request.exact[kind][layer, : request.length] for kind in "kv")
         return ((k != exact_k).flatten(1).any(1) | (v != exact_v).flatten(1).any(1)).nonzero().flatten().tolist()
+
+
+def sampling_engine(name: str, meter: dict[str, Any], **sections: Any) -> MiniEngine:
+    """Four rows of a chunk are metered; every engine made so draws the same dither."""
+    params = sections.pop("params", {})
+    made = MiniEngine(name, params, meter={"stride": 1, "max_rows": 4, **meter}, **sections)
+    made.runtime.encoder.dither_key = DitherKey(0, 5, 0)
+    return made
+
+
+def play(made: MiniEngine) -> tuple[list[StepCells], list[dict[str, Any]]]:
+    """Two requests, chunks and generated tokens; every step, and the summaries."""
+    a, b = Served(made, 1), Served(made, 2)
+    steps = []
+    for new in ({a: 37, b: 20}, {a: 3, b: 1}, {a: 1, b: 30}, {a: 1, b: 1}):
+        step = made.step(new)
+        step.count(made.runtime.ledger, {0, 1})
+        steps.append(step)
+    return steps, [made.runtime.finish(request.name, "stop") for request in (a, b)]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

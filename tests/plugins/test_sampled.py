@@ -6,31 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from serving import HKV, LAYERS, D, MiniEngine, Served
+from serving import HKV, LAYERS, D, MiniEngine, Served, play, sampling_engine
 
-from witcert_core.quantizers.dither import DitherKey
 from witcert_core.report.prometheus import Metrics
 
 TOKEN_BYTES = LAYERS * HKV * 2 * D * 4
-METER = {"stride": 1, "max_rows": 4}
 
 
 def engine(name: str = "int4_token_group", **sections: Any) -> MiniEngine:
-    meter = {**METER, **sections.pop("meter", {"audit_share": 1.0})}
-    made = MiniEngine(name, sections.pop("params", {}), meter=meter, **sections)
-    made.runtime.encoder.dither_key = DitherKey(0, 5, 0)  # two engines draw alike
-    return made
-
-
-def play(made: MiniEngine) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Two requests, chunks and generated tokens; every step, and the summaries."""
-    a, b = Served(made, 1), Served(made, 2)
-    steps = []
-    for new in ({a: 37, b: 20}, {a: 3, b: 1}, {a: 1, b: 30}, {a: 1, b: 1}):
-        step = made.step(new)
-        step.count(made.runtime.ledger, {0, 1})
-        steps.append(step)
-    return steps, [made.runtime.finish(request.name, "stop") for request in (a, b)]
+    return sampling_engine(name, sections.pop("meter", {"audit_share": 1.0}), **sections)
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

@@ -6,33 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from serving import LAYERS, MiniEngine, Served, attention
+from serving import LAYERS, MiniEngine, Served, attention, play, sampling_engine
 
-from witcert_core.quantizers.dither import DitherKey
 from witcert_core.report.prometheus import Metrics
 from witcert_core.report.text import render_sentence
 from witcert_core.serving.banner import banner
 from witcert_core.serving.passes import RequestPass
 from witcert_core.serving.sketched import EVICTED, NO_ROOM, PREFIX, SAME_PASS
 
-METER = {"stride": 1, "max_rows": 4}
-
 
 def engine(name: str = "int4_token_group", meter: dict[str, Any] | None = None, **sections: Any) -> MiniEngine:
-    made = MiniEngine(name, sections.pop("params", {}), meter={**METER, **(meter or {"sketch_share": 1.0})}, **sections)
-    made.runtime.encoder.dither_key = DitherKey(0, 5, 0)  # two engines draw alike
-    return made
-
-
-def play(made: MiniEngine) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Two requests, chunks and generated tokens; every step, and the summaries."""
-    a, b = Served(made, 1), Served(made, 2)
-    steps = []
-    for new in ({a: 37, b: 20}, {a: 3, b: 1}, {a: 1, b: 30}, {a: 1, b: 1}):
-        step = made.step(new)
-        step.count(made.runtime.ledger, {0, 1})
-        steps.append(step)
-    return steps, [made.runtime.finish(request.name, "stop") for request in (a, b)]
+    return sampling_engine(name, meter or {"sketch_share": 1.0}, **sections)
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
