@@ -91,9 +91,11 @@ def make_coverage(models: Models, console: Console, out: Path) -> dict[str, Any]
             measured["by_tau"] = {
                 tier: {form: forms[form] for form in SHOWN}
                 for tier, forms in measured["by_tau"].items()
-                if tier in ("witness", "0.01")
+                if tier in ("deterministic", "0.01")
             }
-            measured["by_layer_head"] = {"witness": {f: measured["by_layer_head"]["witness"][f] for f in SHOWN}}
+            measured["by_layer_head"] = {
+                "deterministic": {f: measured["by_layer_head"]["deterministic"][f] for f in SHOWN}
+            }
         found[name] = result
     return found
 
@@ -134,8 +136,8 @@ def make_smoke(models: Models, console: Console, _out: Path) -> dict[str, Any]:
     return {
         "cells": result["cells"],
         "violations": result["violations"],
-        "at_tau": result["at_tau"]["witness"],
-        "over_extremal": result["over_extremal"]["witness"],
+        "at_tau": result["at_tau"]["deterministic"],
+        "over_extremal": result["over_extremal"]["deterministic"],
         "kl": {row["setting"]: row["kl"]["value"] for row in rows},
     }
 

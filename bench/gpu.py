@@ -106,7 +106,7 @@ def int8_points(batch: int, length: int, bandwidth: float) -> list[dict[str, Any
     shape = (total, PAGE, KV_HEADS)
     codes = [torch.randint(-127, 128, (*shape, DIM), dtype=torch.int8, device=DEVICE) for _ in range(2)]
     scales = [(torch.rand(*shape, groups, device=DEVICE) * 0.02 + 0.01).half() for _ in range(2)]
-    row_ids = torch.full((total * PAGE,), 5, dtype=torch.int32, device=DEVICE)
+    pass_ids = torch.full((total * PAGE,), 5, dtype=torch.int32, device=DEVICE)
     q = torch.randn(batch, HEADS, DIM, device=DEVICE).to(torch.float16 if DRY_RUN else torch.bfloat16)
     indptr = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * (length // PAGE)
     last = torch.full((batch,), PAGE, dtype=torch.int32, device=DEVICE)
@@ -129,7 +129,7 @@ def int8_points(batch: int, length: int, bandwidth: float) -> list[dict[str, Any
     for name, meter in (("INT8 certified", True), ("INT8 uncertified", False)):
 
         def attend(s: int, meter: bool = meter) -> object:
-            return decode_int8(q, (codes[0], codes[1]), *scales, tables[s], row_ids, meter=meter, **options)
+            return decode_int8(q, (codes[0], codes[1]), *scales, tables[s], pass_ids, meter=meter, **options)
 
         taken = seconds(attend, sets)
         share = batch * length * per_token / taken / bandwidth
@@ -173,7 +173,7 @@ def write_points(bandwidth: float) -> list[dict[str, Any]]:
     k, v = (torch.randn(tokens, KV_HEADS, DIM, device=DEVICE).to(dtype) for _ in range(2))
     codes = [torch.empty(*shape, DIM, dtype=torch.int8, device=DEVICE) for _ in range(2)]
     scales = [torch.empty(*shape, groups, dtype=torch.float16, device=DEVICE) for _ in range(2)]
-    row_ids = torch.full((tokens,), 9, dtype=torch.int32, device=DEVICE)
+    pass_ids = torch.full((tokens,), 9, dtype=torch.int32, device=DEVICE)
     slots = torch.randperm(tokens, device=DEVICE)
     head_ids = torch.arange(KV_HEADS, dtype=torch.int32, device=DEVICE)
 
@@ -183,7 +183,7 @@ def write_points(bandwidth: float) -> list[dict[str, Any]]:
             v,
             (codes[0], codes[1]),
             *scales,
-            row_ids,
+            pass_ids,
             layer=LAYER,
             head_ids=head_ids,
             dither_key=KEY,

@@ -80,10 +80,10 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     groups = num_groups(dim)
     scales = [torch.full((*shape, groups), float("nan"), dtype=torch.float16, device=device) for _ in range(2)]
     witness = torch.full((*shape, groups), 255, dtype=torch.uint8, device=device)
-    row_ids = torch.randint(1, 2**31 - 1, (total * PAGE,), generator=g, device=device).to(torch.int32)
+    pass_ids = torch.randint(1, 2**31 - 1, (total * PAGE,), generator=g, device=device).to(torch.int32)
     slots = torch.cat([table.slots(b, n, PAGE) for b, n in enumerate(lengths)])
     # Half of the tokens share a row, as a prompt chunk does.
-    row_ids[slots[: len(slots) // 2]] = 77
+    pass_ids[slots[: len(slots) // 2]] = 77
     k, v = (torch.randn(len(slots), kv_heads, dim, generator=g, device=device).to(dtype) for _ in range(2))
     head_ids = torch.arange(kv_heads, dtype=torch.int32, device=device)
     findings = []
@@ -95,7 +95,7 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     plain = [x.clone() for x in (*codes, *scales, witness)]
     beside = to_cpu(bypass)
     write: dict[str, Any] = {"layer": LAYER, "head_ids": head_ids, "dither_key": KEY, "slot_mapping": slots}
-    append_int8(k, v, (codes[0], codes[1]), *scales, row_ids, witness=witness, bypass=bypass, **write)
+    append_int8(k, v, (codes[0], codes[1]), *scales, pass_ids, witness=witness, bypass=bypass, **write)
     host = [to_cpu(x) for x in plain]
     options = {name: to_cpu(x) for name, x in write.items()}
     append_int8(
@@ -104,7 +104,7 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
         (host[0], host[1]),
         host[2],
         host[3],
-        row_ids.cpu(),
+        pass_ids.cpu(),
         witness=host[4],
         bypass=beside,
         backend="reference",
@@ -123,14 +123,14 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     pool = ((codes[0], codes[1]), *scales)
     out = torch.full_like(q, float("nan"))
     delta = torch.full((batch,), 1e-7, device=device)
-    got = decode_int8(q, *pool, table, row_ids, max_kv_len=limit, out=out, delta_loc=delta, **common)
-    want = reference(decode_int8, (q, *pool, table, row_ids), {**common, "max_kv_len": limit, "delta_loc": delta})
+    got = decode_int8(q, *pool, table, pass_ids, max_kv_len=limit, out=out, delta_loc=delta, **common)
+    want = reference(decode_int8, (q, *pool, table, pass_ids), {**common, "max_kv_len": limit, "delta_loc": delta})
     findings.append(verdict("decode", error(got[0], want[0]), close, outward(got[2], want[2])))
     alone = decode_int8(
         q[:1],
         *pool,
         PageTable(table.indptr[:2].contiguous(), table.indices, table.last_page_len[:1].contiguous()),
-        row_ids,
+        pass_ids,
         max_kv_len=limit,
         delta_loc=delta[:1],
         **common,
@@ -147,8 +147,8 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     ):
         several = torch.randn(batch * q_len, kv_heads * group, dim, generator=g, device=device).to(dtype)
         varied: dict[str, Any] = {**common, "max_kv_len": limit, "q_len": q_len, **more}
-        got = decode_int8(several, *pool, table, row_ids, **varied)
-        want = reference(decode_int8, (several, *pool, table, row_ids), varied)
+        got = decode_int8(several, *pool, table, pass_ids, **varied)
+        want = reference(decode_int8, (several, *pool, table, pass_ids), varied)
         findings.append(verdict(name, error(got[0], want[0]), close, outward(got[2], want[2])))
 
     chunk = 19
@@ -156,8 +156,8 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * chunk
     rows = torch.tensor([0, chunk - 1, batch * chunk - 1], dtype=torch.int32, device=device)
     chunked: dict[str, Any] = {**common, "max_q_len": chunk, "max_kv_len": limit, "meter_rows": rows}
-    got = extend_int8(*new, *pool, starts, table, row_ids, **chunked)
-    want = reference(extend_int8, (*new, *pool, starts, table, row_ids), chunked)
+    got = extend_int8(*new, *pool, starts, table, pass_ids, **chunked)
+    want = reference(extend_int8, (*new, *pool, starts, table, pass_ids), chunked)
     findings.append(verdict("extend", error(got[0], want[0]), close, outward(got[2], want[2])))
 
     bands = band_map(RotarySpec(dim))

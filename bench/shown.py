@@ -124,11 +124,12 @@ def coverage_block(found: Mapping[str, Any]) -> str:
     said = ", ".join(f"`{form}` {tight[form]['median']:.2f}" for form in (*FORM_NAMES, "meter"))
     measured = found["twin"]["quantizers"]["int8_dither"]
     twin = measured["at_tau"]
+    certain = twin["deterministic"]
     return (
         f"{markdown_table(columns, rows)}\n\n"
         f"On the twin's `int8_dither` cache the published form certifies {percent_down(twin['0.01']['eform'])} of the "
         f"cells at δ = 0.01, the meter {percent_down(twin['0.01']['meter'])} on the same radii; for any query "
-        f"{percent_down(twin['witness']['eform'])} and {percent_down(twin['witness']['meter'])}. Median of each bound "
+        f"{percent_down(certain['eform'])} and {percent_down(certain['meter'])}. Median of each bound "
         f"over `extremal`, original model, δ = 0.01: {said}. Each share is of {measured['cells']:,} cells."
     )
 

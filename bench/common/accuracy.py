@@ -97,7 +97,7 @@ def on_the_original(ask_all: AskAll, asked: Sequence[Sample]) -> list[dict[str, 
         policy = {"quantizer": {"name": name}, "meter": {"stride": 1, "audit_every": 4}}
         answers = ask_all(f"{name}-original", policy, asked)
         measured = total(answers, "cells_measured")
-        beside = [answer.summary["tier_w_beside"] for answer in answers if answer.summary is not None]
+        beside = [answer.summary["deterministic_beside"] for answer in answers if answer.summary is not None]
         any_query = total(answers, "tv_certified_cells")
         if all(beside):
             any_query = sum(b["tv_certified_cells"] for b in beside)

@@ -42,7 +42,7 @@ ORIGINAL: Columns = {
     "quantizer": lambda r: r["quantizer"],
     "right, %": lambda r: interval(r["raw"]),
     "certified": lambda r: share(r["certified"]),
-    "for any query (tier W)": lambda r: share(r["certified_any_query"]),
+    "for any query (deterministic tier)": lambda r: share(r["certified_any_query"]),
     "violations": lambda r: f"{r['violations']}",
 }
 TWIN: Columns = {

@@ -75,7 +75,7 @@ class Oracle(BlockRepairer):
         for head in range(stored_k.shape[1]):
             group = rows.q.shape[1] // stored_k.shape[1]
             own = slice(head * group, (head + 1) * group)
-            exact_k, exact_v = self.shadow.get(call.layer, rows.slots, head)
+            exact_k, exact_v = self.copies.get(call.layer, rows.slots, head)
             k, v = stored_k[:, head].clone(), stored_v[:, head].clone()
             left = ~self.store[call.layer].head(head).is_exact(rows.slots)
             while True:
@@ -115,7 +115,7 @@ def use_oracle(engine: OfflineEngine) -> None:
     before = engine.cache.repairer
     assert before is not None
     engine.cache.repairer = Oracle(
-        Observe(), before.store, before.shadow, block_size=before.block_size, max_pagein_bytes=None
+        Observe(), before.store, before.copies, block_size=before.block_size, max_pagein_bytes=None
     )
 
 

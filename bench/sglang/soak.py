@@ -204,9 +204,9 @@ def run(phase: Phase, seconds: float, work: Path) -> Outcome:
             outcome.fail(f"nothing was tested: {needed} is 0")
     if phase.policy.get("gate"):
         one_slot = LAYERS * KV_HEADS * 2 * HEAD_DIM * 4
-        if status["bytes_shadow"] != status["shadow_slots"] * one_slot or not outcome.counts["repaired_blocks"]:
+        if status["bytes_copies"] != status["copy_slots"] * one_slot or not outcome.counts["repaired_blocks"]:
             outcome.fail(
-                f"copies for repairs: {status['bytes_shadow']} bytes, {outcome.counts['repaired_blocks']} used"
+                f"copies for repairs: {status['bytes_copies']} bytes, {outcome.counts['repaired_blocks']} used"
             )
     return outcome
 

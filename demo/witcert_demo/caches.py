@@ -44,7 +44,7 @@ def quantized_cache(name: str, config: ModelConfig, params: Mapping[str, Any] | 
             head_dim=config.head_dim,
             rotary=rotary,
             storage_dtype=torch.float32,
-            row_ids=positions + 1,
+            pass_ids=positions + 1,
             dither_key=_DITHER_KEY,
         )
         return quantizer.fake_quantize(x, kind=kind, layer=layer, positions=positions, ctx=context)

@@ -61,11 +61,11 @@ def certified(tally: Tally) -> str:
     share, any_query = tally.certified_share, tally.any_query_share
     if share is None or any_query is None:
         return "nothing quantized was read" if tally.exact else "unknown"
-    if tally.tier == "witness":
-        return f"{share:.1%} of {tally.measured} cells (tier W: any query)"
+    if tally.tier == "deterministic":
+        return f"{share:.1%} of {tally.measured} cells (deterministic: any query)"
     return (
-        f"{any_query:.1%} of {tally.measured} cells (tier W: any query), {share:.1%} with probability 0.99 "
-        "(tier D: texts fixed before the cached prefix was written)"
+        f"{any_query:.1%} of {tally.measured} cells (deterministic: any query), {share:.1%} with probability 0.99 "
+        "(probabilistic: texts fixed before the cached prefix was written)"
     )
 
 
@@ -104,9 +104,17 @@ def overview(tallies: list[Tally], exact: Tally) -> Table:
     table = Table(title="What the meter saw, and what the answers say", box=box.ROUNDED, title_style="bold")
     table.caption = (
         "A cell is one query row of one layer and head. Certified: its attention weights moved by at most "
-        f"{tallies[0].tau:g}, for any query (tier W) or under the law of the dither (tier D)."
+        f"{tallies[0].tau:g}, for any query (deterministic tier) or under the law of the dither (probabilistic tier)."
     )
-    columns = ("KV cache", "answers right", "certified, any query", "tier D", "worst bound", "audited", "violations")
+    columns = (
+        "KV cache",
+        "answers right",
+        "certified, any query",
+        "probabilistic tier",
+        "worst bound",
+        "audited",
+        "violations",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column == "KV cache" else "right")
     table.add_row("16 bit (not metered)", f"{exact.right} of {len(exact.asked)}", "", "", "", "", "")
@@ -116,7 +124,7 @@ def overview(tallies: list[Tally], exact: Tally) -> Table:
             tally.name,
             f"{tally.right} of {len(tally.asked)}",
             "unknown" if tally.any_query_share is None else f"{tally.any_query_share:.1%}",
-            "" if tally.tier == "witness" or share is None else f"{share:.1%}",
+            "" if tally.tier == "deterministic" or share is None else f"{share:.1%}",
             f"{tally.worst:.3f}",
             str(tally.audited),
             Text(str(tally.violations), style="green" if tally.violations == 0 else "bold red"),

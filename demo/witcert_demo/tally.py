@@ -66,7 +66,7 @@ class Tally:
         self.exact += summary["cells_exact"]
         self.unknown += summary["cells_unknown"]
         self.certified += summary["tv_certified_cells"]
-        beside = summary["tier_w_beside"]
+        beside = summary["deterministic_beside"]
         self.certified_any_query += summary["tv_certified_cells"] if beside is None else beside["tv_certified_cells"]
         self.tier = summary["tier"]
         self.audited += summary["audit"]["cells"]
@@ -90,7 +90,7 @@ class Tally:
         if share == 1.0:
             seen = f"every cell was certified to move attention by at most {self.tau:g} (worst bound {self.worst:.3f})"
         else:
-            any_query = "" if self.tier == "witness" else f", {1 - (self.any_query_share or 0):.1%} for any query"
+            any_query = "" if self.tier == "deterministic" else f", {1 - (self.any_query_share or 0):.1%} for any query"
             seen = (
                 f"{1 - share:.1%} of the cells could not be certified at {self.tau:g}{any_query} "
                 f"(worst bound {self.worst:.2f}, true movement up to {self.tv_max:.2f})"

@@ -8,8 +8,8 @@ import WitCert.Probability.Budget
 /-!
 # The chain, from its first link to its last
 
-Tier W: stored band norms ⟹ `TV(softmax z, softmax z̃) ≤ tanh(M/2)` for the true attention weights, and likewise for every
-other form. Tier D: dithered keys ⟹ `P(some cell has TV above its meter) ≤ δ_req`.
+The deterministic tier: stored band norms ⟹ `TV(softmax z, softmax z̃) ≤ tanh(M/2)` for the true attention weights, and likewise for every
+other form. The probabilistic tier: dithered keys ⟹ `P(some cell has TV above its meter) ≤ δ_req`.
 -/
 set_option synthInstance.maxSize 4000
 universe u v w x
@@ -32,7 +32,7 @@ theorem ofLogits_TV {ι : Type v} (i : ι) (l : List ι) (z zt c : ι → α) (h
   show sum (fun t => abs ((ofLogits i l z zt c).p t - softmax zt (.cons i l) t)) (.cons i l) / 2 = _
   exact congrArg (fun v => v / 2) (sum_congr (.cons i l) (fun t => by rw [ofLogits_p i l z zt c hc t]))
 
-/-- **Tier W, end to end.** Keys `x_t` and what the cache gives back, `y_t`, differ in band `b` by at most `w_t b`; the query
+/-- **The deterministic tier, end to end.** Keys `x_t` and what the cache gives back, `y_t`, differ in band `b` by at most `w_t b`; the query
 has band norms `n_b`. If `|scale| Σ_b n_b w_{t,b} ≤ M` for every token then
 `TV(softmax(scale⟨q,x⟩), softmax(scale⟨q,y⟩)) ≤ tanh(M/2)`.
 
@@ -141,7 +141,7 @@ theorem proxy_half (n : Nat) : 12 * proxy n (halfStep n) * pow 4 n = (pow 4 n - 
     exact eq_lin h (2 * halfStep n * pow 2 n + 1) (by ring)
   exact eq_lin2 e s (4 * pow 4 n) (pow 4 n - 1) (by ring)
 
-/-- **Tier D, end to end.** `N` cells with `N·δ_loc = δ_req`; in each, `S` visible tokens with `2 S e^{-ℓ} ≤ δ_loc`, every row
+/-- **The probabilistic tier, end to end.** `N` cells with `N·δ_loc = δ_req`; in each, `S` visible tokens with `2 S e^{-ℓ} ≤ δ_loc`, every row
 fresh for its own token. If a cell's meter is right whenever none of its radii is violated, the probability that some cell
 has `TV` above its meter is at most `δ_req`. No independence between tokens, rows or cells is used.
 

@@ -1,4 +1,4 @@
-"""The shadow store keeps the copy of the token last written into a slot, or says that it has none."""
+"""Exact copies keep the copy of the token last written into a slot, or says that it has none."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from witcert_core.cache.exact_copies import ShadowStore
+from witcert_core.cache.exact_copies import ExactCopies
 from witcert_core.errors import InputError
 
 SLOTS, HKV, D, LAYERS = 12, 2, 4, (3, 7)
 
 
-def shadow(num_rows: int) -> ShadowStore:
-    return ShadowStore(
+def copies(num_rows: int) -> ExactCopies:
+    return ExactCopies(
         layers=LAYERS,
         num_slots=SLOTS,
         num_rows=num_rows,
@@ -36,7 +36,7 @@ def tokens(stamp: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     writes=st.lists(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=6, unique=True), max_size=20),
 )
 def test_a_copy_is_the_last_write_or_absent(rows: int, writes: list[list[int]]) -> None:
-    store = shadow(rows)
+    store = copies(rows)
     truth: dict[int, float] = {}
     order: list[int] = []
     for stamp, slots in enumerate(writes):
@@ -61,7 +61,7 @@ def test_a_copy_is_the_last_write_or_absent(rows: int, writes: list[list[int]]) 
 
 
 def test_the_copy_used_longest_ago_goes_first() -> None:
-    store = shadow(3)
+    store = copies(3)
     for slot in (0, 1, 2):
         index = torch.tensor([slot])
         store.claim(index)
@@ -77,7 +77,7 @@ def test_the_copy_used_longest_ago_goes_first() -> None:
 
 def test_a_missing_copy_is_an_error_and_no_room_is_refused() -> None:
     with pytest.raises(InputError, match="slot 4 is gone"):
-        shadow(3).get(3, torch.tensor([4]), 0)
+        copies(3).get(3, torch.tensor([4]), 0)
     with pytest.raises(InputError, match="at least one"):
-        shadow(0)
-    assert shadow(3).nbytes == len(LAYERS) * 3 * HKV * (2 * D + 1) * 4
+        copies(0)
+    assert copies(3).nbytes == len(LAYERS) * 3 * HKV * (2 * D + 1) * 4

@@ -5,44 +5,44 @@ from __future__ import annotations
 import pytest
 import torch
 
-from witcert_core.cache.schedule import ClosingRule, OpenTokens
+from witcert_core.cache.schedule import PendingTokens, QuantizeSchedule
 from witcert_core.errors import UnsupportedError
 
-GROUPED = ClosingRule(token_group=4, recent_tokens=3)
-CALIBRATED = ClosingRule(calibration_tokens=8)
+GROUPED = QuantizeSchedule(token_group=4, recent_tokens=3)
+CALIBRATED = QuantizeSchedule(calibration_tokens=8)
 SLOTS = torch.randperm(64, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(
     ("rule", "closed"),
     [
-        (ClosingRule(), {0: 0, 1: 1, 7: 7}),
-        (ClosingRule(token_group=4), {3: 0, 4: 4, 7: 4, 8: 8}),
+        (QuantizeSchedule(), {0: 0, 1: 1, 7: 7}),
+        (QuantizeSchedule(token_group=4), {3: 0, 4: 4, 7: 4, 8: 8}),
         (GROUPED, {6: 0, 7: 4, 10: 4, 11: 8}),
-        (ClosingRule(recent_tokens=5), {5: 0, 6: 1, 9: 4}),
+        (QuantizeSchedule(recent_tokens=5), {5: 0, 6: 1, 9: 4}),
         (CALIBRATED, {7: 0, 8: 8, 9: 9}),
-        (ClosingRule(4, 4, 8), {7: 0, 8: 4, 12: 8}),
+        (QuantizeSchedule(4, 4, 8), {7: 0, 8: 4, 12: 8}),
     ],
 )
-def test_closed_tokens_by_length(rule: ClosingRule, closed: dict[int, int]) -> None:
+def test_closed_tokens_by_length(rule: QuantizeSchedule, closed: dict[int, int]) -> None:
     assert {length: rule.num_closed(length) for length in closed} == closed
-    assert rule.immediate == (rule == ClosingRule())
+    assert rule.immediate == (rule == QuantizeSchedule())
 
 
 @pytest.mark.parametrize(
     ("rule", "length", "new", "sizes"),
     [
-        (ClosingRule(), 5, 40, [40]),
-        (ClosingRule(), 5, 0, []),
+        (QuantizeSchedule(), 5, 40, [40]),
+        (QuantizeSchedule(), 5, 0, []),
         (CALIBRATED, 20, 40, [40]),
         (CALIBRATED, 5, 40, [2, 38]),
         (GROUPED, 8, 12, [2, 4, 4, 2]),
-        (ClosingRule(token_group=32, recent_tokens=96), 200, 480, [23, *[32] * 14, 9]),
-        (ClosingRule(recent_tokens=5), 20, 3, [1, 1, 1]),
+        (QuantizeSchedule(token_group=32, recent_tokens=96), 200, 480, [23, *[32] * 14, 9]),
+        (QuantizeSchedule(recent_tokens=5), 20, 3, [1, 1, 1]),
     ],
 )
 def test_tokens_are_fed_in_together_as_long_as_each_reads_what_it_would_read_alone(
-    rule: ClosingRule, length: int, new: int, sizes: list[int]
+    rule: QuantizeSchedule, length: int, new: int, sizes: list[int]
 ) -> None:
     assert rule.passes(length, new) == sizes
     for size in sizes:
@@ -53,13 +53,13 @@ def test_tokens_are_fed_in_together_as_long_as_each_reads_what_it_would_read_alo
 
 
 def test_people_are_told_when_tokens_are_quantized() -> None:
-    assert ClosingRule().describe() == "as they are written"
-    assert ClosingRule(4, 8, 16).describe() == (
+    assert QuantizeSchedule().describe() == "as they are written"
+    assert QuantizeSchedule(4, 8, 16).describe() == (
         "in groups of 4 tokens, once 8 newer ones are there, after a calibration on the first 16; exact until then"
     )
 
 
-def grow(tokens: OpenTokens, slots: torch.Tensor, chunks: list[int]) -> list[list[int]]:
+def grow(tokens: PendingTokens, slots: torch.Tensor, chunks: list[int]) -> list[list[int]]:
     """Write a request chunk by chunk; the positions closed in each pass."""
     found, done = [], 0
     for chunk in chunks:
@@ -73,7 +73,7 @@ def grow(tokens: OpenTokens, slots: torch.Tensor, chunks: list[int]) -> list[lis
 
 @pytest.mark.parametrize("chunks", [[23], [1] * 23, [6, 1, 1, 9, 6]], ids=str)
 def test_chunks_do_not_matter_and_nothing_is_closed_twice(chunks: list[int]) -> None:
-    tokens = OpenTokens(GROUPED, 64)
+    tokens = PendingTokens(GROUPED, 64)
     passes = grow(tokens, SLOTS, chunks)
     assert [position for closed in passes for position in closed] == list(range(20))
     assert all(len(p) % 4 == 0 for p in passes)
@@ -82,7 +82,7 @@ def test_chunks_do_not_matter_and_nothing_is_closed_twice(chunks: list[int]) -> 
 
 
 def test_a_reused_slot_is_open_again() -> None:
-    tokens = OpenTokens(GROUPED, 64)
+    tokens = PendingTokens(GROUPED, 64)
     grow(tokens, SLOTS, [16])
     tokens.written(SLOTS[:4])
     assert tokens.due([SLOTS[:16]]).positions.tolist() == [0, 1, 2, 3]
@@ -90,7 +90,7 @@ def test_a_reused_slot_is_open_again() -> None:
 
 def test_shared_groups_are_closed_once_by_whoever_gets_there_first() -> None:
     """A stops with an open tail; B and C share it in whole groups and go on: one of them closes it, in one pass."""
-    tokens = OpenTokens(GROUPED, 64)
+    tokens = PendingTokens(GROUPED, 64)
     assert grow(tokens, SLOTS, [9]) == [[0, 1, 2, 3]]
     b, c = (torch.cat([SLOTS[:8], SLOTS[start : start + 4]]) for start in (20, 30))
     for own in (b, c):
@@ -101,7 +101,7 @@ def test_shared_groups_are_closed_once_by_whoever_gets_there_first() -> None:
 
 
 def test_requests_that_part_inside_a_group_are_refused() -> None:
-    tokens = OpenTokens(GROUPED, 64)
+    tokens = PendingTokens(GROUPED, 64)
     grow(tokens, SLOTS, [16])
     other = torch.cat([SLOTS[:6], SLOTS[20:30]])
     tokens.written(other[6:])
@@ -111,9 +111,15 @@ def test_requests_that_part_inside_a_group_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "unit", "fine"),
-    [(ClosingRule(), 1, True), (GROUPED, 8, True), (GROUPED, 2, False), (CALIBRATED, 16, True), (CALIBRATED, 9, False)],
+    [
+        (QuantizeSchedule(), 1, True),
+        (GROUPED, 8, True),
+        (GROUPED, 2, False),
+        (CALIBRATED, 16, True),
+        (CALIBRATED, 9, False),
+    ],
 )
-def test_units_in_which_an_engine_may_share(rule: ClosingRule, unit: int, fine: bool) -> None:
+def test_units_in_which_an_engine_may_share(rule: QuantizeSchedule, unit: int, fine: bool) -> None:
     if fine:
         rule.check_sharing(unit, "--page-size 64")
         return
@@ -122,7 +128,7 @@ def test_units_in_which_an_engine_may_share(rule: ClosingRule, unit: int, fine: 
 
 
 def test_the_state_belongs_to_the_calibrated_prefix() -> None:
-    tokens = OpenTokens(CALIBRATED, 64)
+    tokens = PendingTokens(CALIBRATED, 64)
     tokens.written(SLOTS[:10])
     first = tokens.due([SLOTS[:10]])
     (anchor,) = first.calibrating
@@ -144,7 +150,7 @@ def test_the_state_belongs_to_the_calibrated_prefix() -> None:
 
 
 def test_a_state_that_is_gone_while_its_tokens_are_in_use_is_refused() -> None:
-    tokens = OpenTokens(CALIBRATED, 64)
+    tokens = PendingTokens(CALIBRATED, 64)
     grow(tokens, SLOTS, [10])
     tokens.overwritten(SLOTS[7:8])
     tokens.written(SLOTS[10:11])

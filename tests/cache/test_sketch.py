@@ -11,7 +11,7 @@ from torch import Tensor
 from witcert_core.cache.bands import band_map, group_map
 from witcert_core.cache.capacity import side_bytes_per_head
 from witcert_core.cache.sketch import Sketch, decode_sketch, encode_sketch, sketch_bytes
-from witcert_core.cache.witness_store import SlotStore
+from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.errors import InputError
 from witcert_core.meter.cells import CellBatch
 from witcert_core.meter.measure import measure
@@ -25,8 +25,8 @@ SCALE = D**-0.5
 BANDS = band_map(RotarySpec(D))
 
 
-def make_store(name: str, bits: int, head_dim: int = D) -> SlotStore:
-    return SlotStore(
+def make_store(name: str, bits: int, head_dim: int = D) -> WitnessStore:
+    return WitnessStore(
         quantizer=quantizer_registry().get(name),
         layers=[0],
         num_slots=TOKENS + 2,

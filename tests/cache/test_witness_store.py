@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.cache.bands import band_map
-from witcert_core.cache.witness_store import EXACT_CODE, UNKNOWN_CODE, SlotStore
+from witcert_core.cache.witness_store import EXACT_CODE, UNKNOWN_CODE, WitnessStore
 from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.quantizers.base import DitheredQuantizer, Encoded, QuantContext
 from witcert_core.quantizers.dither import DitherKey
@@ -29,8 +29,8 @@ BUILT_IN = (
 )
 
 
-def store(name: str, head_dim: int, dtype: torch.dtype, keep_exact: bool = False, sketch_bits: int = 0) -> SlotStore:
-    return SlotStore(
+def store(name: str, head_dim: int, dtype: torch.dtype, keep_exact: bool = False, sketch_bits: int = 0) -> WitnessStore:
+    return WitnessStore(
         quantizer=quantizer_registry().get(name),
         layers=[LAYER],
         num_slots=40,
@@ -46,7 +46,7 @@ def store(name: str, head_dim: int, dtype: torch.dtype, keep_exact: bool = False
 
 def written(
     name: str, head_dim: int, dtype: torch.dtype, seed: int = 0, sketch_bits: int = 0
-) -> tuple[SlotStore, Tensor, dict[str, Tensor]]:
+) -> tuple[WitnessStore, Tensor, dict[str, Tensor]]:
     """A store with 20 tokens written into scattered slots, those slots, and exact and stored K and V."""
     gen = torch.Generator().manual_seed(seed)
     slots = torch.randperm(40, generator=gen)[:20]
@@ -56,7 +56,7 @@ def written(
         head_dim=head_dim,
         rotary=RotarySpec(head_dim),
         storage_dtype=dtype,
-        row_ids=torch.full((20,), 7),
+        pass_ids=torch.full((20,), 7),
         dither_key=DitherKey(seed=1, nonce=seed, dp_rank=0),
     )
     tensors: dict[str, Tensor] = {}
@@ -208,7 +208,7 @@ def test_exact_copies_and_bytes() -> None:
     assert 0 not in side
 
 
-def liar(side: SlotStore, slots: Tensor, t: dict[str, Tensor], factor: float) -> None:
+def liar(side: WitnessStore, slots: Tensor, t: dict[str, Tensor], factor: float) -> None:
     """Write codes whose declared scales are `factor` times too small for what they give back."""
     quantizer = quantizer_registry().get("int8_dither")
     context = QuantContext(
@@ -216,7 +216,7 @@ def liar(side: SlotStore, slots: Tensor, t: dict[str, Tensor], factor: float) ->
         head_dim=64,
         rotary=RotarySpec(64),
         storage_dtype=torch.float32,
-        row_ids=torch.full((20,), 7),
+        pass_ids=torch.full((20,), 7),
         dither_key=DitherKey(seed=1, nonce=0, dp_rank=0),
     )
     coded = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.cache.bands import band_map
-from witcert_core.cache.witness_store import SlotStore
+from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.cache.write_queue import MAX_WAITING, PIECE, SMALL
 from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.quantizers.base import DitheredQuantizer, Encoded, QuantContext
@@ -20,8 +20,8 @@ HKV, D, SLOTS, LAYER = 2, 64, 60, 3
 SPEC = RotarySpec(D)
 
 
-def store(name: str, sketch_bits: int = 0, slots: int = SLOTS) -> SlotStore:
-    return SlotStore(
+def store(name: str, sketch_bits: int = 0, slots: int = SLOTS) -> WitnessStore:
+    return WitnessStore(
         quantizer=quantizer_registry().get(name),
         layers=[LAYER],
         num_slots=slots,
@@ -44,7 +44,7 @@ def tokens(name: str, count: int, seed: int) -> dict[str, Tensor | Encoded | Non
         head_dim=D,
         rotary=SPEC,
         storage_dtype=torch.float32,
-        row_ids=torch.full((count,), seed + 1),
+        pass_ids=torch.full((count,), seed + 1),
         dither_key=DitherKey(seed=1, nonce=2, dp_rank=0),
     )
     made: dict[str, Tensor | Encoded | None] = {}
@@ -60,7 +60,7 @@ def tokens(name: str, count: int, seed: int) -> dict[str, Tensor | Encoded | Non
     return made
 
 
-def same(one: SlotStore, other: SlotStore) -> bool:
+def same(one: WitnessStore, other: WitnessStore) -> bool:
     sides = zip(one[LAYER].tensors(), other[LAYER].tensors(), strict=True)
     return all(torch.equal(a, b) for a, b in sides) and torch.equal(one.exact_k[LAYER], other.exact_k[LAYER])
 

@@ -104,9 +104,9 @@ def test_quantizers_lists_every_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantizers", "--head-dim", "80"]) == 0
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.split()}
     assert set(quantizer_registry().names()) <= set(rows)
-    assert rows["int8_dither"][1:4] == ["dither", "172", "53.8%"]
-    assert rows["int8_dither_w"][1:3] == ["dither+w", "175"]
-    assert rows["int4_token_group"][1:5] == ["witness", "104", "32.5%", "group_size"]
+    assert rows["int8_dither"][1:4] == ["probabilistic", "172", "53.8%"]
+    assert rows["int8_dither_w"][1:3] == ["probabilistic+w", "175"]
+    assert rows["int4_token_group"][1:5] == ["deterministic", "104", "32.5%", "group_size"]
     assert rows["none"][-3:] == ["witcert", "(built", "in)"]
 
 

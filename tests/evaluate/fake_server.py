@@ -34,14 +34,14 @@ def summary() -> dict[str, Any]:
     gated = policy["gate"]["kind"] != "observe"
     return {
         "engine": "fake",
-        "tier": "witness",
+        "tier": "deterministic",
         "tau": 0.2,
         "cells_measured": 10,
         "cells_unknown": 0,
         "cells_exact": 0,
         "tv_certified_cells": 9,
         "damaged_cells": 0,
-        "tier_w_beside": None,
+        "deterministic_beside": None,
         "worst": {"meter": 0.5},
         "log_a_max": 1.0,
         "audit": {"cells": 10, "violations": 0, "mismatches": 0, "tv_max": 0.1},

@@ -55,7 +55,7 @@ def test_the_cells_are_those_of_the_ledger(original: LoadedModel, name: str):
     assert float(table.log_a.max()) == pytest.approx(max(s["log_a_max"] for s in summaries))
     if name == "int8_dither":
         assert int((table.bounds[WITNESS][METER] <= 0.2).sum()) == sum(
-            s["tier_w_beside"]["tv_certified_cells"] for s in summaries
+            s["deterministic_beside"]["tv_certified_cells"] for s in summaries
         )
 
 
@@ -100,9 +100,9 @@ def test_coverage_adds_up(collected):
             assert grid.shape == (4, 4)
             assert float(grid.mean()) == pytest.approx(shares[at])  # every layer and head has as many cells
     assert found["at_tau"]["1e-06"][METER] <= found["at_tau"]["0.1"][METER]
-    assert found["over_extremal"]["witness"]["extremal"] == {"median": 1.0, "q95": 1.0}
-    assert found["over_extremal"]["witness"]["eform"]["median"] > 1.0
-    assert all(count == 0 for count in found["violations"]["witness"].values())
+    assert found["over_extremal"]["deterministic"]["extremal"] == {"median": 1.0, "q95": 1.0}
+    assert found["over_extremal"]["deterministic"]["eform"]["median"] > 1.0
+    assert all(count == 0 for count in found["violations"]["deterministic"].values())
 
 
 def made_up(
@@ -170,13 +170,13 @@ def test_shares_are_of_cells_that_read_something_quantized_and_violations_of_all
     }
     some, none = made_up(**given, quantized=[0, 1, 0, 4, 2, 0]), made_up(**given, quantized=[0] * 6)
     found = coverage.coverage_of(some, 1, 1)
-    assert (found["cells"], found["cells_exact"], found["violations"]["witness"][METER]) == (3, 3, 1)
-    assert found["at_tau"]["witness"][METER] == pytest.approx(1 / 3)
+    assert (found["cells"], found["cells_exact"], found["violations"]["deterministic"][METER]) == (3, 3, 1)
+    assert found["at_tau"]["deterministic"][METER] == pytest.approx(1 / 3)
     nothing = coverage.coverage_of(none, 1, 1)
     json.dumps(nothing, allow_nan=False)
     assert (nothing["cells"], nothing["cells_exact"], nothing["tv_max"]) == (0, 6, 0.5)
-    assert nothing["at_tau"]["witness"] == dict.fromkeys(FORMS)
-    assert nothing["by_layer_head"]["witness"][METER] == [[None]]
+    assert nothing["at_tau"]["deterministic"] == dict.fromkeys(FORMS)
+    assert nothing["by_layer_head"]["deterministic"][METER] == [[None]]
     rows = coverage.coverage_rows({"some": found, "none": nothing})
     assert [row[2] for row in rows] == ["33.3 %", "–"]
     exact, outcomes = [outcome(True)] * 4, [outcome(True)] * 4

@@ -11,7 +11,7 @@ from witcert_demo.run import CHECKPOINT
 
 from witcert_core.cache.bands import band_map
 from witcert_core.cache.capacity import side_bytes_per_head, side_bytes_per_token
-from witcert_core.cache.witness_store import SlotStore
+from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.cli import main
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.evaluate.capacity import bytes_per_token, capacity, parse_memory, read_shape
@@ -52,7 +52,7 @@ def test_side_bytes_are_those_of_the_store(name, storage_bytes):
     quantizer = REGISTRY.get(name)
     if quantizer.space != "post_rope" or quantizer.token_group != 1 or quantizer.state != "none":
         pytest.skip("kept by another store")
-    store = SlotStore(
+    store = WitnessStore(
         quantizer=quantizer,
         layers=(0, 3),
         num_slots=5,

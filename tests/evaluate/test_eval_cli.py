@@ -267,7 +267,7 @@ def test_a_model_that_reads_english_gets_english_tasks(tmp_path: Path, bpe: PreT
 
 
 def record(quantizer: str, mode: str, index: int, score: float, log_a: float | str = 1.0) -> SampleRecord:
-    meter = {"tau": 0.2, "tier": "witness", "cells_measured": 4, "cells_unknown": 2, "cells_exact": 1}
+    meter = {"tau": 0.2, "tier": "deterministic", "cells_measured": 4, "cells_unknown": 2, "cells_exact": 1}
     meter |= {"damaged_cells": 0}
     meter |= {"tv_certified_cells": 1, "tv_certified_any_query": 1}
     meter |= {"worst": 0.7, "log_a_max": log_a, "audited": 4, "violations": 0, "mismatches": 0, "tv_max": 0.1}
@@ -335,12 +335,12 @@ def test_modes_become_gates(tmp_path: Path):
     assert build_policy(base, spec, "exact").quantizer.name == "none"
     assert build_policy(base, spec, "raw", (1, 3)).quantizer.layers == (1, 3)
     file = tmp_path / "p.yaml"
-    text = "version: 1\nquantizer: {name: int8_dither}\nmeter: {tier: dither, stride: 4}\ngate: {tau: 0.3}\n"
+    text = "version: 1\nquantizer: {name: int8_dither}\nmeter: {tier: probabilistic, stride: 4}\ngate: {tau: 0.3}\n"
     file.write_text(text)
-    assert base_settings(file, stride=8)["meter"] == {"tier": "dither", "stride": 8}
+    assert base_settings(file, stride=8)["meter"] == {"tier": "probabilistic", "stride": 8}
     mine = base_settings(file)
     assert build_policy(mine, spec, "gated").gate.tau == 0.3
-    assert build_policy(mine, spec, "exact").tier == "witness"
+    assert build_policy(mine, spec, "exact").tier == "deterministic"
     assert build_policy(mine, spec, "raw").meter.stride == 4
     with pytest.raises(PolicyError, match="raw: quantizer int4"):
         build_policy(mine, parse_quantizer("int4_token_group"), "raw")

@@ -207,6 +207,6 @@ def no_section(name: str) -> None:
 def test_no_bound_was_violated(results: dict[str, Any]):
     for model in ("original", "twin"):
         for result in results["coverage"][model]["quantizers"].values():
-            assert all(count == 0 for count in result["violations"]["witness"].values())
+            assert all(count == 0 for count in result["violations"]["deterministic"].values())
     assert all(result["violations"] == 0 for result in results["trust"]["quantizers"].values())
     assert all(row["meter"]["violations"] == 0 < row["meter"]["audited"] for row in results["ruler"]["rows"])

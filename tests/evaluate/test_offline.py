@@ -71,7 +71,7 @@ def test_an_exact_cache_gives_the_models_own_logits(family):
     shape = check_config(model.config, family)
     engine = OfflineEngine(wrap_model(model, None, shape, family), policy("none"), 64)
     engine._start("r", 40)
-    parts = [engine.forward(ids[0, :20].tolist()), engine.forward(ids[0, 20:38].tolist(), reads_stored=True)]
+    parts = [engine.forward(ids[0, :20].tolist()), engine.forward(ids[0, 20:38].tolist(), attends_quantized=True)]
     parts += [engine.forward([int(ids[0, i])]) for i in (38, 39)]
     torch.testing.assert_close(torch.cat(parts), expected, atol=2e-5, rtol=2e-5)
     summary = engine.runtime.finish("r", "test")
@@ -133,8 +133,8 @@ def test_rows_the_stride_leaves_out_are_unknown(original: LoadedModel):
     assert summary["rows_seen"] == len(answer.ids) - 1 > 4
     assert summary["rows_metered"] == -(-summary["rows_seen"] // 4)
     assert summary["unknown_reasons"] == {"stride": summary["cells_unknown"]}
-    assert summary["tier"] == "dither"
-    assert summary["tier_w_beside"]["cells"] == summary["cells_measured"]
+    assert summary["tier"] == "probabilistic"
+    assert summary["deterministic_beside"]["cells"] == summary["cells_measured"]
 
 
 def test_a_gate_makes_the_answer_right_again(twin: LoadedModel):

@@ -37,7 +37,7 @@ class Int8Case:
     k_scales: Tensor
     v_scales: Tensor
     witness: Tensor
-    row_ids: Tensor
+    pass_ids: Tensor
     exact_k: Tensor
     exact_v: Tensor
     table: PageTable
@@ -61,7 +61,7 @@ class Int8Case:
                 self.k_scales,
                 self.v_scales,
                 self.witness,
-                self.row_ids,
+                self.pass_ids,
                 slots,
                 LAYER,
                 self.head_ids.tolist(),
@@ -94,7 +94,7 @@ class Int8Case:
                 continue
             slots = self.table.slots(request, position + 1, self.page_size)[first:]
             page, offset = slots // self.page_size, slots % self.page_size
-            ids = self.row_ids[slots].to(torch.int64) & 0xFFFFFFFF
+            ids = self.pass_ids[slots].to(torch.int64) & 0xFFFFFFFF
             u = rows(KEY, ids, LAYER, self.head_ids.tolist(), self.head_dim)
             stored = dequantize(self.k[page, offset], self.k_scales[page, offset], u)
             if self.bypass is not None:
@@ -163,7 +163,7 @@ def make_case(
             # The last third was generated token by token, with row ids beyond 2^31 among them.
             own = torch.arange(length, dtype=torch.int32) - 2**31 + 1000
             rows = torch.where(torch.arange(length) >= length - length // 3, own, rows)
-        case.row_ids[case.table.slots(request, length, page_size)] = rows
+        case.pass_ids[case.table.slots(request, length, page_size)] = rows
     case.rewrite()
     return case
 

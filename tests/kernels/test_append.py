@@ -56,7 +56,7 @@ class Pool:
         self.k_scales = torch.full((*shape, groups), float("nan"), dtype=torch.float16)
         self.v_scales = self.k_scales.clone()
         self.witness = torch.full((*shape, groups), 77, dtype=torch.uint8) if case["witness"] else None
-        self.row_ids = torch.randint(-(2**31), 2**31, (pages * self.page,), generator=g).to(torch.int32)
+        self.pass_ids = torch.randint(-(2**31), 2**31, (pages * self.page,), generator=g).to(torch.int32)
         magnitude = torch.randn(case["T"], heads, 1, generator=g).mul(3).exp()
         self.key = (torch.randn(case["T"], heads, dim, generator=g) * magnitude).to(case["dtype"])
         self.value = torch.randn(case["T"], heads, dim, generator=g).to(case["dtype"])
@@ -80,7 +80,7 @@ class Pool:
             cache,
             self.k_scales,
             self.v_scales,
-            self.row_ids,
+            self.pass_ids,
             layer=2,
             head_ids=torch.arange(case["heads"], dtype=torch.int32) + 9,
             dither_key=KEY,
@@ -120,7 +120,7 @@ def test_stores_what_the_reference_stores_and_nothing_else(case: dict[str, Any])
     if kernel.witness is not None and plain.witness is not None:
         step = kernel.witness.int() - plain.witness.int()
         assert int(step.abs().max()) <= 1
-        ids = kernel.row_ids[kernel.slots].long() & 0xFFFFFFFF
+        ids = kernel.pass_ids[kernel.slots].long() & 0xFFFFFFFF
         u = rows(KEY, ids, 2, [9 + h for h in range(case["heads"])], case["D"]).double()
         spread = s.repeat_interleave(32, dim=-1)[..., : case["D"]]
         if kernel.bypass is not None:
@@ -152,7 +152,7 @@ def test_forms_exclude_each_other_and_bad_shapes_are_named() -> None:
     case = {**SMALL, "T": 5}
     pool = Pool({**case, "witness": False})
     head_ids = torch.zeros(1, dtype=torch.int32)
-    side = (pool.k_scales, pool.v_scales, pool.row_ids)
+    side = (pool.k_scales, pool.v_scales, pool.pass_ids)
     with pytest.raises(InputError, match="either slot_mapping"):
         append_int8(pool.key, pool.value, (pool.k, pool.v), *side, layer=0, head_ids=head_ids, dither_key=KEY)
     with pytest.raises(InputError, match=r"must be \[T, 1, 64\]"):
@@ -183,7 +183,7 @@ def test_custom_op_obeys_torch_library() -> None:
             pool.k_scales.nan_to_num(),
             pool.v_scales.nan_to_num(),
             pool.witness,
-            pool.row_ids,
+            pool.pass_ids,
             pool.slots,
             torch.zeros(1, dtype=torch.int32),
             *exact_tensors(None, pool.bypass)[3:],

@@ -27,7 +27,7 @@ def test_radii_of_a_query_without_the_bypassed_channels_hold(delta: float) -> No
     data = make_case((200,), 16, 80, 3, kv_heads=2, bypass_pairs=3)
     assert data.bypass is not None
     slots = data.table.slots(0, 200, 16)
-    ids = data.row_ids[slots].long() & 0xFFFFFFFF
+    ids = data.pass_ids[slots].long() & 0xFFFFFFFF
     scales = gather(data.k_scales, slots)
     u = rows(KEY, ids, LAYER, data.head_ids.tolist(), 80)
     stored = data.bypass.put(dequantize(gather(data.k, slots), scales, u), gather(data.bypass.k, slots))
@@ -54,7 +54,7 @@ def test_outliers_kept_beside_the_codes_tighten_the_meter_and_repaired_pages_sta
             plain.rewrite()
             data = plain
         q = queries(data, 1, torch.float32) * 0.2
-        pool = (data.cache("NHD"), data.k_scales, data.v_scales, data.table, data.row_ids)
+        pool = (data.cache("NHD"), data.k_scales, data.v_scales, data.table, data.pass_ids)
         arguments: dict[str, Any] = dict(
             layer=LAYER, head_ids=data.head_ids, key=KEY, max_kv_len=90, bypass=data.bypass
         )

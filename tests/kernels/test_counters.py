@@ -36,7 +36,7 @@ class Replay:
 
 
 def pool_of(data: Int8Case, cache: Any) -> tuple[torch.Tensor, ...]:
-    return *cache, data.k_scales, data.v_scales, data.row_ids
+    return *cache, data.k_scales, data.v_scales, data.pass_ids
 
 
 def test_replays_read_new_inputs_and_advance_the_counter_and_a_skipped_meter_is_unknown(
@@ -53,7 +53,7 @@ def test_replays_read_new_inputs_and_advance_the_counter_and_a_skipped_meter_is_
     )
     wrapper = BatchDecodeWithInt8PagedKVCacheWrapper(data.head_ids, KEY, use_cuda_graph=True, max_kv_len=64, **buffers)
     cache = data.cache("NHD")
-    pool = (cache, data.k_scales, data.v_scales, data.row_ids)
+    pool = (cache, data.k_scales, data.v_scales, data.pass_ids)
 
     def plan(lengths: Any) -> None:
         wrapper.plan(
@@ -84,7 +84,7 @@ def test_replays_read_new_inputs_and_advance_the_counter_and_a_skipped_meter_is_
             cache,
             *pool[1:3],
             data.table,
-            data.row_ids,
+            data.pass_ids,
             layer=LAYER,
             head_ids=data.head_ids,
             key=KEY,
@@ -143,7 +143,7 @@ def test_run_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None
             data.cache("NHD"),
             data.k_scales,
             data.v_scales,
-            data.row_ids,
+            data.pass_ids,
             layer=LAYER,
             counters=torch.zeros(LAYER + 1, dtype=torch.int64),
             flag=torch.ones(1, dtype=torch.int32),

@@ -63,7 +63,7 @@ def check(case: dict[str, Any]) -> None:
         delta_loc=torch.full((q.shape[0],), case["delta"]),
         **extra,
     )
-    tensors = (q, data.cache(case["layout"]), data.k_scales, data.v_scales, data.table, data.row_ids)
+    tensors = (q, data.cache(case["layout"]), data.k_scales, data.v_scales, data.table, data.pass_ids)
     out, lse, acc = decode_int8(*tensors, **arguments)
     want_out, want_lse, want_acc = decode_int8(*tensors, backend="reference", **arguments)
     close = 2e-5 if case["dtype"] == torch.float32 else 4e-3
@@ -97,12 +97,12 @@ def test_alone_equals_in_a_batch_bitwise_and_metered_equals_unmetered() -> None:
     q = queries(data, 1, torch.float32)
     common: dict[str, Any] = dict(layer=LAYER, head_ids=data.head_ids, key=KEY, witness=data.witness)
     pool = (data.cache("NHD"), data.k_scales, data.v_scales)
-    together = decode_int8(q, *pool, data.table, data.row_ids, max_kv_len=2000, **common)
-    plain = decode_int8(q, *pool, data.table, data.row_ids, max_kv_len=600, meter=False, **common)
+    together = decode_int8(q, *pool, data.table, data.pass_ids, max_kv_len=2000, **common)
+    plain = decode_int8(q, *pool, data.table, data.pass_ids, max_kv_len=600, meter=False, **common)
     assert torch.equal(together[0], plain[0])
     assert torch.equal(together[1], plain[1])
     for r, length in enumerate(data.lengths):
-        alone = decode_int8(q[r : r + 1], *pool, data.only(r), data.row_ids, max_kv_len=max(length, 1), **common)
+        alone = decode_int8(q[r : r + 1], *pool, data.only(r), data.pass_ids, max_kv_len=max(length, 1), **common)
         for batch, single in zip(together, alone, strict=True):
             assert torch.equal(batch[r], single[0])
     assert bool(together[0][3].eq(0).all())
@@ -116,7 +116,7 @@ def test_the_unknown_is_reported_as_unknown(spoil: str) -> None:
     q = queries(data, 1, torch.float32)
     slot = int(data.table.slots(0, 70, 16)[33])
     if spoil == "row_never":
-        data.row_ids[slot] = 0
+        data.pass_ids[slot] = 0
     elif spoil.startswith("q_"):
         q[0, 0, 5] = float(spoil[2:])
     else:
@@ -128,7 +128,7 @@ def test_the_unknown_is_reported_as_unknown(spoil: str) -> None:
         data.k_scales,
         data.v_scales,
         data.table,
-        data.row_ids,
+        data.pass_ids,
         layer=LAYER,
         head_ids=data.head_ids,
         key=KEY,
@@ -157,7 +157,7 @@ def test_counter_and_flag_tell_measured_from_replayed() -> None:
             data.k_scales,
             data.v_scales,
             data.table,
-            data.row_ids,
+            data.pass_ids,
             layer=LAYER,
             head_ids=data.head_ids,
             key=KEY,
@@ -179,7 +179,7 @@ def test_counter_and_flag_tell_measured_from_replayed() -> None:
 def test_refusals_name_what_is_wrong() -> None:
     data = make_case((20,), 16, 64, 2)
     q = queries(data, 1, torch.float32)
-    pool = (data.cache("NHD"), data.k_scales, data.v_scales, data.table, data.row_ids)
+    pool = (data.cache("NHD"), data.k_scales, data.v_scales, data.table, data.pass_ids)
     common: dict[str, Any] = dict(layer=LAYER, head_ids=data.head_ids, key=KEY)
     with pytest.raises(InputError, match=r"max_kv_len is 600000"):
         decode_int8(q, *pool, max_kv_len=600000, **common)

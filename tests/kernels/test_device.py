@@ -65,7 +65,7 @@ def test_on_one_device(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for (mine, out), (theirs, wanted) in zip(found, expected, strict=True):
         torch.testing.assert_close(out, wanted)
         assert (mine.rows, mine.layers.keys(), mine.lost) == (theirs.rows, theirs.layers.keys(), theirs.lost)
-        for layers, others in ((mine.layers, theirs.layers), (mine.witness_layers, theirs.witness_layers)):
+        for layers, others in ((mine.layers, theirs.layers), (mine.deterministic_layers, theirs.deterministic_layers)):
             for layer, cells in others.items():
                 for field in ("acc", "meter", "tv_audit", "num_quantized"):
                     torch.testing.assert_close(getattr(layers[layer], field), getattr(cells, field), equal_nan=True)

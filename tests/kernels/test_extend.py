@@ -55,7 +55,7 @@ def test_matches_float64(case: dict[str, Any]) -> None:
         data.v_scales,
         torch.tensor([0, case["new"], tokens], dtype=torch.int32),
         data.table,
-        data.row_ids,
+        data.pass_ids,
     )
     arguments: dict[str, Any] = dict(
         layer=LAYER,
@@ -95,7 +95,7 @@ def test_chunk_of_another_dtype_is_refused() -> None:
             data.v_scales,
             torch.tensor([0, 2], dtype=torch.int32),
             data.table,
-            data.row_ids,
+            data.pass_ids,
             layer=LAYER,
             head_ids=data.head_ids,
             key=KEY,

@@ -59,7 +59,7 @@ class Graph:
     ("name", "meter", "options"),
     [
         ("int8_dither_w", {}, {}),
-        ("int8_dither_bypass", {"tier": "witness"}, {"window_left": 6}),
+        ("int8_dither_bypass", {"tier": "deterministic"}, {"window_left": 6}),
         ("int8_dither", {}, {"logits_soft_cap": 20.0, "sinks": torch.linspace(-1, 3, HQ)}),
     ],
     ids=["stored witness", "bypass and window", "cap and sinks"],
@@ -78,8 +78,8 @@ def test_a_replay_is_the_eager_pass(name: str, meter: dict[str, Any], options: d
             a, b = getattr(ours.layer, part), getattr(theirs.layer, part)
             assert a is None or torch.equal(a.nan_to_num(), b.nan_to_num())
         assert mine.lost == {}
-        assert mine.witness_layers.keys() == other.witness_layers.keys()
-        for layers, wanted in ((mine.layers, other.layers), (mine.witness_layers, other.witness_layers)):
+        assert mine.deterministic_layers.keys() == other.deterministic_layers.keys()
+        for layers, wanted in ((mine.layers, other.layers), (mine.deterministic_layers, other.deterministic_layers)):
             for field in fields(CellBatch):
                 a, b = (getattr(found[LAYER], field.name) if found else None for found in (layers, wanted))
                 assert a is None is b or torch.equal(a, b), field.name
@@ -111,7 +111,7 @@ def test_the_second_launch_needs_its_counter_too() -> None:
     launches = [i for i, op in enumerate(graph.graph.ops) if op[0].name() == "witcert::decode_int8"]
     del graph.graph.ops[launches[-1]]
     step, _, _ = ours.step(STEP, through=graph.replay)
-    assert step.layers == step.witness_layers == {}
+    assert step.layers == step.deterministic_layers == {}
     assert step.lost == {LAYER: "graph"}
 
 

@@ -114,7 +114,7 @@ class Runner:
         """Everything a pass changes."""
         pool, runtime = self.model.token_to_kv_pool, self.runtime
         buffers = (pool.k_buffer, pool.v_buffer, pool.k_scale_buffer, pool.v_scale_buffer)
-        tensors = [*(x for buffer in buffers for x in buffer), runtime.row_ids, runtime.cache.row_bits]
+        tensors = [*(x for buffer in buffers for x in buffer), runtime.pass_ids, runtime.cache.pass_bits]
         return tensors, (runtime.planner, runtime.passes)
 
     def both(self, batch: Any) -> tuple[tuple[torch.Tensor, StepCells], tuple[torch.Tensor, StepCells]]:
@@ -159,10 +159,10 @@ def test_replays_measure_what_eager_passes_do(runner: Runner) -> None:
             assert replayed.unmetered == eager.unmetered
             assert replayed.lost == {}
             assert replayed.layers.keys() == eager.layers.keys()
-            assert replayed.witness_layers.keys() == eager.witness_layers.keys() == eager.layers.keys()
+            assert replayed.deterministic_layers.keys() == eager.deterministic_layers.keys() == eager.layers.keys()
             for layer, cells in eager.layers.items():
                 assert_equal(replayed.layers[layer], cells)
-                assert_equal(replayed.witness_layers[layer], eager.witness_layers[layer])
+                assert_equal(replayed.deterministic_layers[layer], eager.deterministic_layers[layer])
                 assert (cells.meter < 1).all()
             metered += bool(eager.layers)
             tokens = logits.argmax(-1)

@@ -56,7 +56,7 @@ def test_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             *pool,
             starts,
             data.table,
-            data.row_ids,
+            data.pass_ids,
             max_q_len=1,
             max_kv_len=20,
             meter_rows=rows,
@@ -90,7 +90,7 @@ def test_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "decode": (
             decode_package,
             "decode_int8_op",
-            lambda: decode_package.decode_int8(q, *pool, data.table, data.row_ids, max_kv_len=20, **common),
+            lambda: decode_package.decode_int8(q, *pool, data.table, data.pass_ids, max_kv_len=20, **common),
         ),
         "extend": (extend_package, "extend_int8_op", lambda: extend(None)),
         "extend meter": (extend_package, "extend_meter_op", lambda: extend(one)),

@@ -27,12 +27,12 @@ def test_replay_in_kept_buffers_equals_a_fresh_call() -> None:
     pool = (data.cache("NHD"), data.k_scales, data.v_scales)
     for table in (data.table, data.table):
         wrapper.plan(table.indptr, table.indices, table.last_page_len, pos_encoding_mode="ALIBI", **shape)
-        out, lse = wrapper.run(q, *pool, data.row_ids, layer=LAYER, return_lse=True)
+        out, lse = wrapper.run(q, *pool, data.pass_ids, layer=LAYER, return_lse=True)
         want = decode_int8(
             q,
             *pool,
             table,
-            data.row_ids,
+            data.pass_ids,
             layer=LAYER,
             head_ids=data.head_ids,
             key=KEY,
@@ -52,7 +52,7 @@ def test_refusals() -> None:
         BatchDecodeWithInt8PagedKVCacheWrapper(data.head_ids, KEY, use_cuda_graph=True)
     wrapper = BatchDecodeWithInt8PagedKVCacheWrapper(data.head_ids, KEY, max_kv_len=10)
     with pytest.raises(InputError, match="run before plan"):
-        wrapper.run(torch.zeros(1, 2, 64), data.cache("NHD"), data.k_scales, data.v_scales, data.row_ids, layer=0)
+        wrapper.run(torch.zeros(1, 2, 64), data.cache("NHD"), data.k_scales, data.v_scales, data.pass_ids, layer=0)
     with pytest.raises(InputError, match="20 tokens; max_kv_len is 10"):
         wrapper.plan(*table, 2, 1, 64, 16)
     with pytest.raises(UnsupportedError, match="ROPE_LLAMA"):

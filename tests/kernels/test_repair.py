@@ -38,7 +38,7 @@ def test_mixed_pages_match_float64(page_size: int, dim: int, dtype: torch.dtype)
     arguments: dict[str, Any] = dict(
         layer=LAYER, head_ids=data.head_ids, key=KEY, max_kv_len=90, witness=data.witness, repaired=side
     )
-    pool = (data.cache("NHD"), data.k_scales, data.v_scales, data.table, data.row_ids)
+    pool = (data.cache("NHD"), data.k_scales, data.v_scales, data.table, data.pass_ids)
     out, lse, acc = decode_int8(q, *pool, **arguments)
     want_out, want_lse, want_acc = decode_int8(q, *pool, backend="reference", **arguments)
     close = 2e-5 if dtype == torch.float32 else 4e-3
@@ -51,7 +51,7 @@ def test_repairing_everything_leaves_only_the_arithmetic() -> None:
     data = make_case((40,), 16, 64, 2)
     q = queries(data, 1, torch.float32)
     side = RepairedPages.allocate(data.k.shape[0], 1, 4, 16, 64, 64, torch.float32, q.device)
-    pool = (data.cache("NHD"), data.k_scales, data.v_scales, data.table, data.row_ids)
+    pool = (data.cache("NHD"), data.k_scales, data.v_scales, data.table, data.pass_ids)
     arguments: dict[str, Any] = dict(layer=LAYER, head_ids=data.head_ids, key=KEY, max_kv_len=40)
     before = float(meter(decode_int8(q, *pool, **arguments)[2])[0].max())
     for entry, page in enumerate(data.table.indices.tolist()):
@@ -81,7 +81,7 @@ def test_scatter_equals_the_reference_and_refuses_what_does_not_fit() -> None:
             data.k_scales,
             data.v_scales,
             data.table,
-            data.row_ids,
+            data.pass_ids,
             layer=LAYER,
             head_ids=data.head_ids,
             key=KEY,

@@ -153,14 +153,14 @@ def test_kernels_serve_what_the_reference_serves(name: str) -> None:
         assert torch.equal(cells.num_visible, reference.num_visible)
         assert torch.equal(cells.num_quantized, reference.num_quantized)
         assert torch.equal(cells.delta_loc, reference.delta_loc)
-        assert (mine.witness_layers[LAYER].meter >= cells.meter * (1 - 1e-3)).all()
+        assert (mine.deterministic_layers[LAYER].meter >= cells.meter * (1 - 1e-3)).all()
         for i, row in enumerate(mine.rows):
             stored = new[row.request][1]
             own_from = row.position + 1 if stored else starts[row.request]
             tv, moved, served = ours.truth(row.request, row.position, q[row.token], own_from)
             assert torch.allclose(out[row.token].double(), served, atol=2e-5)
             assert (tv <= cells.meter[i]).all()
-            assert (tv <= mine.witness_layers[LAYER].meter[i]).all()
+            assert (tv <= mine.deterministic_layers[LAYER].meter[i]).all()
             assert (moved <= cells.out_bound[i]).all()
             assert (cells.out_norm[i] <= served.norm(dim=-1) * (1 + 1e-9)).all()
 
@@ -201,7 +201,7 @@ def test_slots_never_written_are_unknown() -> None:
     ours.step(PASSES[0])
     cache = ours.runtime.cache
     assert isinstance(cache, KernelPacked)
-    for rows in (cache.row_bits, ours.runtime.row_ids):
+    for rows in (cache.pass_bits, ours.runtime.pass_ids):
         rows[ours.requests.slots[1, 4]] = 0
     step, _, _ = ours.step([(1, True), (1, True)])
     assert (step.layers[LAYER].meter[0] < 1).all()

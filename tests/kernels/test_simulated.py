@@ -126,7 +126,7 @@ class Served:
         ("int4_token_group", torch.float32, {}, {}),
         ("fp8_e4m3_cast", torch.float16, {"window_left": 6}, {"meter": {"bands": 32}}),
         ("int8_dither", torch.float32, {"logits_soft_cap": 20.0, "sinks": torch.linspace(-1, 3, HQ)}, {}),
-        ("int8_dither", torch.float16, {}, {"meter": {"tier": "witness"}}),
+        ("int8_dither", torch.float16, {}, {"meter": {"tier": "deterministic"}}),
         ("kivi", torch.float16, {}, {"prefill_reads": "stored"}),
     ],
 )
@@ -144,8 +144,8 @@ def test_certify_says_what_the_reference_says(
         assert torch.equal(out, expected)
         assert mine.rows == other.rows
         assert mine.layers.keys() == other.layers.keys()
-        assert mine.witness_layers.keys() == other.witness_layers.keys()
-        for layers, wanted in ((mine.layers, other.layers), (mine.witness_layers, other.witness_layers)):
+        assert mine.deterministic_layers.keys() == other.deterministic_layers.keys()
+        for layers, wanted in ((mine.layers, other.layers), (mine.deterministic_layers, other.deterministic_layers)):
             if not layers:
                 continue
             cells, reference = layers[LAYER], wanted[LAYER]

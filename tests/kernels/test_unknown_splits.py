@@ -65,7 +65,7 @@ def test_decode(sinks: str, dtype: torch.dtype, spoilt: str) -> None:
         data.bypass.k[slot // 16, slot % 16] = math.nan
     arguments: dict[str, Any] = dict(layer=LAYER, head_ids=data.head_ids, key=KEY, max_kv_len=length)
     arguments |= {"bypass": data.bypass, "sinks": SINKS[sinks]}
-    pool = (data.cache("NHD"), data.k_scales, data.v_scales, data.table, data.row_ids)
+    pool = (data.cache("NHD"), data.k_scales, data.v_scales, data.table, data.pass_ids)
     out, _, acc = decode_int8(q, *pool, **arguments)
     assert meter(acc)[0][0, 1] == 1.0
     assert bool(out[0, 1].isnan().all()), "a token that was left out"
@@ -89,7 +89,7 @@ def test_a_chunks_own_tokens(sinks: str, new: int) -> None:
         data.v_scales,
         torch.tensor([0, new], dtype=torch.int32),
         data.table,
-        data.row_ids,
+        data.pass_ids,
         layer=LAYER,
         head_ids=data.head_ids,
         key=KEY,

@@ -30,5 +30,5 @@ class TwoRequests:
         return spans, {
             "slots": out_slots,
             "positions": torch.cat([torch.arange(s.start, s.stop) for s in spans]).to(self.device),
-            "reads_stored": torch.cat([torch.full((n,), stored) for n, stored in new]).to(self.device),
+            "attends_quantized": torch.cat([torch.full((n,), stored) for n, stored in new]).to(self.device),
         }

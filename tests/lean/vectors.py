@@ -130,7 +130,7 @@ class Head:
 
     @cached_property
     def c(self) -> list[F]:
-        """The implementation's tier W radii."""
+        """The implementation's deterministic radii."""
         codes = witness_codes(self.keys, self.stored, self.map)
         return exact(radius_witness(self.query, codes, self.map, float(self.scale)))
 
@@ -374,8 +374,8 @@ class Head:
     def code_offsets(self) -> set[F]:
         return set(exact(self.offsets))
 
-    def code_row(self, row_id: int) -> list[F]:
-        return exact(rows(DitherKey(1, 2), torch.tensor([row_id]), 0, [0], 16))
+    def code_row(self, pass_id: int) -> list[F]:
+        return exact(rows(DitherKey(1, 2), torch.tensor([pass_id]), 0, [0], 16))
 
     def dither_formula(self, tail_up: F) -> F:
         """``min(sum s|q|/2, tail sigma + sum |q| s 2^-9)`` of token 0, ``tail`` the root of ``2 ln(2S/delta)``."""

@@ -1,4 +1,4 @@
-"""Tier D without a union over tokens: true on its event, the event no likelier than claimed, tighter than the union."""
+"""No union over tokens: true on its event, the event no likelier than claimed, tighter than the union."""
 
 import math
 

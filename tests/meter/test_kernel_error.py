@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from witcert_core.cache.bands import band_map
-from witcert_core.cache.witness_store import SlotStore
+from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.meter.kernel_error import (
     KernelArithmetic,
     attention_error,
@@ -61,7 +61,7 @@ def test_the_mass_that_casting_weights_loses_is_in_the_output_bound(dtype):
     k[1:, 0, 0] = least_cast(dtype)
     q = torch.zeros(1, 1, dim, dtype=dtype)
     q[..., 0] = 1.0
-    store = SlotStore(
+    store = WitnessStore(
         quantizer=parse_policy({"version": 1, "quantizer": {"name": "none"}}).build_quantizer(),
         layers=[0],
         num_slots=count,

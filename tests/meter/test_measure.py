@@ -11,7 +11,7 @@ from witcert_core.cache.bands import band_map
 from witcert_core.cache.norm_codes import decode_norm, value_codes, witness_codes
 from witcert_core.errors import InputError
 from witcert_core.meter.audit import true_tv
-from witcert_core.meter.batching import MAX_ELEMENTS, side_by_side
+from witcert_core.meter.batching import MAX_ELEMENTS, batch_rows
 from witcert_core.meter.bounds import FORM_NAMES, FORMS, extremal, meter
 from witcert_core.meter.cells import bounds_of, sum_terms
 from witcert_core.meter.kernel_error import SOFTMAX_FP32, KernelArithmetic, arithmetic_radius
@@ -243,7 +243,7 @@ def test_a_row_beside_others_says_what_it_says_alone(tier, form, options):
     store.k[3, 0, 0] = math.nan  # of some rows; the others must not notice
     lengths = (40, 33, 1, 36, 7, 150, 31, 2, 39)
     q, indptr, indices, together = run(store, lengths, form=form, **options)
-    assert len(list(side_by_side([indices[:n] for n in lengths], 4 * 64))) < len(lengths)
+    assert len(list(batch_rows([indices[:n] for n in lengths], 4 * 64))) < len(lengths)
     spoilt = 0
     for row in range(len(lengths)):
         seen = indices[indptr[row] : indptr[row + 1]]
@@ -283,7 +283,7 @@ def test_joint_radii_are_those_of_each_row():
 
 def test_rows_of_unlike_length_or_many_tokens_do_not_go_together():
     def lengths(tokens, elements):
-        return [batch.lengths for batch in side_by_side([torch.arange(n) for n in tokens], elements)]
+        return [batch.lengths for batch in batch_rows([torch.arange(n) for n in tokens], elements)]
 
     assert lengths((100, 300, 110, 125, 126), 1) == [[100, 110, 125], [126], [300]]
     assert lengths((100, 100, 100), MAX_ELEMENTS // 200) == [[100, 100], [100]]

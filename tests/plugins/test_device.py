@@ -19,7 +19,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "half": {"name": "int8_dither_w", "dtype": torch.bfloat16},
     "certified": {"name": "fp8_e4m3_cast", "gate": {"kind": "certified", "tau": 0.1}},
     "combined": {"name": "int2_token_group", "gate": {"kind": "combined"}, "dtype": torch.bfloat16},
-    "evicting": {"name": "int2_token_group", "gate": {"kind": "certified", "shadow_bytes": 60000}},
+    "evicting": {"name": "int2_token_group", "gate": {"kind": "certified", "copy_bytes": 60000}},
     "groups": {"name": "kivi", "params": {"residual": 32}},
     "calibrated": {"name": "kvquant", "params": {"calibration_tokens": 16, "bits": 3}, "gate": {"kind": "certified"}},
     # Not audited: the outputs of this engine are zeros, which is no attention over what is stored.

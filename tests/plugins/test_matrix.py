@@ -50,7 +50,7 @@ def run(quant: Quantizer, x: Tensor, kind: str = "k", spec: RotarySpec | None = 
         head_dim=x.shape[-1],
         rotary=spec,
         storage_dtype=torch.bfloat16,
-        row_ids=positions + 1,
+        pass_ids=positions + 1,
         dither_key=DitherKey(1, 2),
     )
     table = changes.get("table") or rotary_table(spec=spec, positions=128 * quant.token_group + len(x))

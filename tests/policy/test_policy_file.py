@@ -23,7 +23,7 @@ def policy(quantizer: str = "int4_token_group", **sections: Any) -> Policy:
 
 def test_defaults() -> None:
     p = policy()
-    assert (p.prefill_reads, p.tier, p.repairs) == ("chunk_exact", "witness", False)
+    assert (p.prefill_reads, p.tier, p.repairs) == ("chunk_exact", "deterministic", False)
     assert (p.meter.form, p.meter.delta, p.meter.max_rows, p.meter.stride) == ("auto", 0.01, 8, 32)
     assert (p.meter.audit_every, p.meter.declared_rows, p.meter.layers) == (0, None, None)
     assert (p.gate.kind, p.gate.target, p.gate.tau, p.gate.tau_out, p.gate.risk_tau) == (
@@ -48,7 +48,7 @@ def test_defaults() -> None:
         (
             {"gate": {"tua": 0.1}},
             "p.yaml: gate.tua: unknown key (did you mean 'tau'?); allowed: kind, target, tau, tau_out, "
-            "risk_tau, block_size, max_pagein_bytes, shadow_bytes, on_exhausted",
+            "risk_tau, block_size, max_pagein_bytes, copy_bytes, on_exhausted",
         ),
         (
             {"metre": {}},
@@ -72,15 +72,15 @@ def test_defaults() -> None:
         (
             {"gate": None},
             "p.yaml: gate: is null; allowed: a mapping with the keys kind, target, tau, tau_out, risk_tau, "
-            "block_size, max_pagein_bytes, shadow_bytes, on_exhausted",
+            "block_size, max_pagein_bytes, copy_bytes, on_exhausted",
         ),
         ({"meter": {"delta": 0}}, "p.yaml: meter.delta: is 0; allowed: greater than 0"),
         ({"meter": {"stride": 0}}, "p.yaml: meter.stride: is 0; allowed: greater than or equal to 1"),
         ({"meter": {"stride": 2.5}}, "p.yaml: meter.stride: is 2.5; allowed: a valid integer"),
         (
-            {"meter": {"tier": "dither"}},
-            "p.yaml: meter.tier: is 'dither', but quantizer 'int4_token_group' has no dither "
-            "law; allowed: 'auto', 'witness', or a dithered quantizer such as 'int8_dither'",
+            {"meter": {"tier": "probabilistic"}},
+            "p.yaml: meter.tier: is 'probabilistic', but quantizer 'int4_token_group' has no dither "
+            "law; allowed: 'auto', 'deterministic', or a dithered quantizer such as 'int8_dither'",
         ),
         (
             {"meter": {"layers": ["3-1"]}},
@@ -198,14 +198,14 @@ def test_a_gate_that_repairs_has_a_sketch_unless_told_otherwise() -> None:
     assert policy(quantizer="int4_token_group", gate=gate, meter={"sketch_bits": 0}).sketch_bits == 0
     assert policy(quantizer="int8_dither", gate=gate).sketch_bits == 4
     assert parse_policy({"version": 1, "quantizer": PACKED, "gate": gate}, "p.yaml").sketch_bits == 0
-    assert policy(quantizer="int8_dither", gate=gate, meter={"tier": "dither"}).sketch_bits == 0
+    assert policy(quantizer="int8_dither", gate=gate, meter={"tier": "probabilistic"}).sketch_bits == 0
 
 
 def test_sketches_and_the_law_of_a_dither_exclude_each_other() -> None:
-    assert policy(quantizer="int8_dither", meter={"sketch_bits": 2}).tier == "witness"
-    assert policy(quantizer="int8_dither").tier == "dither"
-    with pytest.raises(PolicyError, match=r"meter\.sketch_bits: is 2, but meter\.tier is 'dither'"):
-        policy(quantizer="int8_dither", meter={"sketch_bits": 2, "tier": "dither"})
+    assert policy(quantizer="int8_dither", meter={"sketch_bits": 2}).tier == "deterministic"
+    assert policy(quantizer="int8_dither").tier == "probabilistic"
+    with pytest.raises(PolicyError, match=r"meter\.sketch_bits: is 2, but meter\.tier is 'probabilistic'"):
+        policy(quantizer="int8_dither", meter={"sketch_bits": 2, "tier": "probabilistic"})
     with pytest.raises(PolicyError, match=r"meter\.sketch_bits: is 2, but the packed cache keeps no sketches"):
         parse_policy({"version": 1, "quantizer": PACKED, "meter": {"sketch_bits": 2}}, "p.yaml")
 
@@ -225,11 +225,11 @@ def test_observing_keeps_its_stride() -> None:
 @pytest.mark.parametrize(
     ("quantizer", "asked", "tier"),
     [
-        ("int4_token_group", "auto", "witness"),
-        ("int8_dither", "auto", "dither"),
-        ("int8_dither_w", "auto", "dither"),
-        ("int8_dither", "witness", "witness"),
-        ("int8_dither", "dither", "dither"),
+        ("int4_token_group", "auto", "deterministic"),
+        ("int8_dither", "auto", "probabilistic"),
+        ("int8_dither_w", "auto", "probabilistic"),
+        ("int8_dither", "deterministic", "deterministic"),
+        ("int8_dither", "probabilistic", "probabilistic"),
     ],
 )
 def test_tier(quantizer: str, asked: str, tier: str) -> None:
@@ -306,9 +306,9 @@ def test_presets_are_valid_and_commented(preset: str, tmp_path: Path) -> None:
     path.write_text(preset_text(preset))
     p = load_policy(path)
     expected = {
-        "observe": ("fp8_e4m3_cast", "witness", "observe", 32),
-        "int8": ("int8_dither", "dither", "observe", 32),
-        "gated": ("int4_token_group", "witness", "combined", 1),
+        "observe": ("fp8_e4m3_cast", "deterministic", "observe", 32),
+        "int8": ("int8_dither", "probabilistic", "observe", 32),
+        "gated": ("int4_token_group", "deterministic", "combined", 1),
     }[preset]
     assert (p.quantizer.name, p.tier, p.gate.kind, p.meter.stride) == expected
     assert preset_text(preset).count("#") >= 8

@@ -118,7 +118,7 @@ def test_built_in_names_are_documented_and_documented_names_are_built_in():
 def test_the_complete_example_is_complete_and_valid():
     (example,) = re.findall(r"^```yaml\n(.*?)^```$", TEXT["policy.md"], flags=re.S | re.M)
     data = yaml.load(example, Loader=PolicyLoader)
-    assert parse_policy(data).tier == "dither"
+    assert parse_policy(data).tier == "probabilistic"
     written = {
         f"{section}.{key}" if isinstance(inner, dict) else section
         for section, inner in data.items()

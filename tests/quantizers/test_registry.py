@@ -127,7 +127,7 @@ def test_dither_differs_between_rows_layers_and_heads() -> None:
 
 def test_dither_without_its_row_is_refused() -> None:
     ctx = QuantContext((0,), 64, RotarySpec(64), torch.bfloat16)
-    with pytest.raises(QuantizerError, match="no row_ids or no dither_key"):
+    with pytest.raises(QuantizerError, match="no pass_ids or no dither_key"):
         REGISTRY.get("int8_dither").fake_quantize(
             torch.zeros(1, 1, 64), kind="k", layer=0, positions=torch.zeros(1, dtype=torch.int64), ctx=ctx
         )
@@ -357,7 +357,7 @@ class NotFrozen(Quantizer):
         (variant(name="No Good"), "name is 'No Good'"),
         (variant(space="rope"), "space is 'rope'; allowed: post_rope, pre_rope"),
         (variant(state="batch"), "state is 'batch'"),
-        (variant(tier="dither"), "only a DitheredQuantizer"),
+        (variant(tier="probabilistic"), "only a DitheredQuantizer"),
         (variant(state="request"), "a CalibratedQuantizer, which says"),
         (dataclass(frozen=True)(type("PreRope", (Int8Dither,), {"space": "pre_rope"})), "dither's law is known for"),
         (variant(token_group=0), "token_group is 0"),

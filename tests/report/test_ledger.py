@@ -174,8 +174,8 @@ def test_an_output_that_does_not_match_voids_its_request_and_is_reported_with_it
 def test_an_output_that_does_not_match_voids_the_deterministic_bounds_beside_it() -> None:
     book = ledger(1)
     made, beside = batch([[0.05, 0.1]], delta_loc=1e-3, excess=[[0.5, -1.0]]), batch([[0.1, 0.1]])
-    book.observe("r", 0, 1, 5, made, 0, witness_cells=beside)
-    assert valid(book.summary("r"))["tier_w_beside"] == {"cells": 1, "tv_certified_cells": 0, "worst": 0.1}
+    book.observe("r", 0, 1, 5, made, 0, deterministic_cells=beside)
+    assert valid(book.summary("r"))["deterministic_beside"] == {"cells": 1, "tv_certified_cells": 0, "worst": 0.1}
 
 
 def test_certain_damage_is_counted_and_a_floor_above_the_truth_is_a_violation() -> None:
@@ -208,38 +208,39 @@ def test_tier_d_spends_its_budget_and_shows_tier_w_beside() -> None:
     book = ledger(2, policy=make_policy("int8_dither"))
     made, beside = batch([[0.1, 0.3]], delta_loc=1e-4), batch([[0.15, 0.5]])
     for layer in range(2):
-        book.observe("r", layer, 1, 0, made, 0, witness_cells=beside)
+        book.observe("r", layer, 1, 0, made, 0, deterministic_cells=beside)
     s = valid(book.summary("r"))
     assert s["delta"]["request"] == 0.01
     assert 4e-4 <= s["delta"]["spent"] < 4e-4 * (1 + 1e-12)
-    assert s["tier_w_beside"] == {"cells": 4, "tv_certified_cells": 2, "worst": 0.5}
-    assert s["tier_cells"] == {"dither": 4}
+    assert s["deterministic_beside"] == {"cells": 4, "tv_certified_cells": 2, "worst": 0.5}
+    assert s["tier_cells"] == {"probabilistic": 4}
     assert s["claim"] == (
-        "tier D: probability >= 1-0.01, non-adaptive queries: texts fixed before the cached prefix was written; "
-        "tier W (deterministic, any query) beside it; "
+        "probabilistic tier: probability >= 1-0.01, non-adaptive queries: "
+        "texts fixed before the cached prefix was written; "
+        "the deterministic tier (any query) beside it; "
         "local to a layer: nothing is claimed end to end"
     )
     book.observe("r", 0, 2, 1, batch([[0.1, 0.3]]), 0)
     claim = book.summary("r")["claim"]
-    assert "2 cells beyond the declared rows have tier W alone" in claim
+    assert "2 cells beyond the declared rows have the deterministic tier alone" in claim
 
 
 def test_a_request_without_the_law_counts_deterministic_cells_alone() -> None:
-    """What was counted under the law before is unknown; of what comes under it later the tier W beside is counted."""
+    """What was counted under the law before is unknown; later the deterministic cells count."""
     book = ledger(2, policy=make_policy("int8_dither"))
     made, beside = batch([[0.1, 0.3]], delta_loc=1e-4), batch([[0.15, 0.5]])
     for layer in range(2):
-        book.observe("r", layer, 1, 0, made, 0, witness_cells=beside)
+        book.observe("r", layer, 1, 0, made, 0, deterministic_cells=beside)
     book.claim_no_law("r", "because")
     assert book.claims_no_law("r")
     for layer in range(2):
-        book.observe("r", layer, 2, 1, made, 0, witness_cells=beside if layer else None)
+        book.observe("r", layer, 2, 1, made, 0, deterministic_cells=beside if layer else None)
     s = valid(book.summary("r"))
-    assert (s["tier"], s["tier_w_beside"], s["worst"]["meter"]) == ("witness", None, 0.5)
-    assert s["tier_cells"] == {"witness": 2}
+    assert (s["tier"], s["deterministic_beside"], s["worst"]["meter"]) == ("deterministic", None, 0.5)
+    assert s["tier_cells"] == {"deterministic": 2}
     assert (s["tv_certified_cells"], s["cells_measured"], s["cells_unknown"]) == (1, 2, 6)
     assert s["claim"] == (
-        "tier W: deterministic, any query (no tier D for this request: because); "
+        "deterministic tier: any query (no probabilistic tier for this request: because); "
         "local to a layer: nothing is claimed end to end"
     )
 
@@ -248,8 +249,8 @@ def test_tier_w_claims_no_probability() -> None:
     book = ledger(2)
     book.observe("r", 0, 1, 0, batch([[0.1, 0.3]]), 0)
     s = valid(book.summary("r"))
-    assert s["claim"] == "tier W: deterministic, any query; local to a layer: nothing is claimed end to end"
-    assert (s["delta"], s["tier_w_beside"]) == ({"request": 0.0, "spent": 0.0}, None)
+    assert s["claim"] == "deterministic tier: any query; local to a layer: nothing is claimed end to end"
+    assert (s["delta"], s["deterministic_beside"]) == ({"request": 0.0, "spent": 0.0}, None)
 
 
 def test_a_row_measured_in_some_layers_only_is_partly_unknown() -> None:
@@ -356,7 +357,7 @@ def test_cell_records(cells: str, written: list[int], tmp_path: Path) -> None:
             "position": 17,
             "layer": 0,
             "q_head": 9,
-            "tier": "witness",
+            "tier": "deterministic",
             "meter": 0.3,
             "floor": 0.0,
             "form": "jensen",
@@ -390,7 +391,7 @@ def test_observers_get_rows_with_all_their_heads() -> None:
     book.observe("r", 1, 7, 30, made, 1)
     (event,) = seen
     assert (event.request_id, event.layer, event.step, event.position, event.row) == ("r", 1, 7, 30, 1)
-    assert event.tier == "dither"
+    assert event.tier == "probabilistic"
     assert event.cells is made
 
 
@@ -454,7 +455,7 @@ def test_sentence_says_what_was_seen_and_what_not() -> None:
         "request r7 (int4_token_group on sglang): compression moved the attention weights of a measured cell "
         "by at most 0.5000 total variation (layer 0, head 1, position 41, by jensen); "
         "2 of 64 cells were measured, the other 62 are unknown (stride: 62); 50 % of the measured ones have "
-        "their weights certified at tau 0.2; tier W: deterministic, any query; "
+        "their weights certified at tau 0.2; deterministic tier: any query; "
         "local to a layer: nothing is claimed end to end"
     )
 
@@ -486,9 +487,9 @@ def test_cells_that_read_nothing_quantized_are_exact_and_never_certified(tmp_pat
 def test_a_dithered_row_of_exact_cells_has_nothing_beside_it() -> None:
     book = ledger(1, policy=make_policy("int8_dither"))
     made = batch([[0.01, 0.02]], quantized=[[0, 0]], delta_loc=1e-4)
-    book.observe("r", 0, 1, 5, made, 0, witness_cells=made)
+    book.observe("r", 0, 1, 5, made, 0, deterministic_cells=made)
     s = valid(book.finish("r", "stop"))
-    assert s["tier_w_beside"] is None
+    assert s["deterministic_beside"] is None
     assert s["delta"]["spent"] > 0  # was set aside for these cells all the same
 
 
@@ -508,7 +509,7 @@ def test_the_text_says_what_a_quantizer_waits_for(waiting_quantizer: str) -> Non
     assert s["waits_for"] == waits
     assert (
         f"nothing quantized was read yet: {waiting_quantizer} {waits}; 0 of 2 cells were measured, 2 read nothing "
-        "quantized, so there is nothing to certify; tier W" in render_sentence(s)
+        "quantized, so there is nothing to certify; deterministic tier" in render_sentence(s)
     )
     book.observe("r7", 0, 2, 60, batch([[0.1, 0.1]]), 0)
     text = render_sentence(book.finish("r7", "stop"))

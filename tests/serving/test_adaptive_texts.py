@@ -1,4 +1,4 @@
-"""Tier D is claimed of texts that do not depend on the dither they read, and no request spends its delta twice.
+"""The dither law is claimed of texts that do not depend on the dither they read; no request spends its delta twice.
 
 Requests are served pass by pass over one layer of an engine's pool; a second request then reads what a first one left.
 """
@@ -108,16 +108,16 @@ def served() -> Served:
 
 def test_a_text_over_sampled_tokens_of_another_request_is_claimed_under_tier_w_alone(served: Served) -> None:
     before = served.summary("first")
-    assert (before["tier"], before["tier_w_beside"]["cells"]) == ("dither", before["cells_measured"])
+    assert (before["tier"], before["deterministic_beside"]["cells"]) == ("probabilistic", before["cells_measured"])
     step = served.step("second", torch.cat([FIRST, ANSWER, MORE]), 5, True)
     assert (step.layers[0].delta_loc == 0).all()
-    assert not step.witness_layers
+    assert not step.deterministic_layers
     served.step("second", torch.cat([FIRST, ANSWER, MORE, torch.tensor([30])]), 1, False)
     summary = served.summary("second")
-    assert summary["tier"] == "witness"
-    assert summary["tier_cells"] == {"witness": summary["cells_measured"]}
+    assert summary["tier"] == "deterministic"
+    assert summary["tier_cells"] == {"deterministic": summary["cells_measured"]}
     assert summary["delta"] == {"request": 0.0, "spent": 0.0}
-    assert summary["claim"].startswith("tier W: deterministic, any query")
+    assert summary["claim"].startswith("deterministic tier: any query")
     assert SAMPLED_PREFIX in summary["claim"]
 
 
@@ -125,12 +125,12 @@ def test_a_text_over_a_cached_prompt_alone_keeps_tier_d(served: Served) -> None:
     served.step("second", torch.cat([FIRST, MORE]), 5, True)
     served.step("second", torch.cat([FIRST, MORE, torch.tensor([30])]), 1, False)
     summary = served.summary("second")
-    assert summary["tier"] == "dither"
+    assert summary["tier"] == "probabilistic"
     assert "texts fixed before the cached prefix was written" in summary["claim"]
 
 
 def test_no_query_aligned_with_the_dither_it_has_seen_passes_what_is_claimed() -> None:
-    """A client that knows the errors of a cached prefix asks along them: tier D's radius is left, the claim holds.
+    """A client that knows the errors of a cached prefix asks along them: the law's radius is left, the claim holds.
 
     From a first turn of one token and its answer; the second turn's own key is far away.
     """
@@ -154,7 +154,7 @@ def test_no_query_aligned_with_the_dither_it_has_seen_passes_what_is_claimed() -
             side = served.runtime.cache.store[0]
             radius = side.key_radius(q[None], slots, SCALE, law)[0, :2]
             passed += bool(((stored - exact)[:2].abs() > radius).any())
-    assert passed > 0  # under tier D's radii the claim would have been broken
+    assert passed > 0  # under the probabilistic tier's radii the claim would have been broken
 
 
 @pytest.mark.parametrize("generated", [0, 1])
@@ -169,8 +169,8 @@ def test_slots_that_an_engine_exchanges_after_a_chunk_are_looked_at(served: Serv
     step = served.step("second", exchanged, 1, False)
     assert (step.layers[0].delta_loc == 0).all()
     summary = served.summary("second")
-    assert summary["tier"] == "witness"
-    assert summary["tier_cells"] == {"witness": 1}
+    assert summary["tier"] == "deterministic"
+    assert summary["tier_cells"] == {"deterministic": 1}
     # Of twelve prompt rows max_rows were metered.
     assert summary["unknown_reasons"][LAW_WITHDRAWN] == 8 + generated
     assert summary["tv_certified_cells"] <= summary["cells_measured"] == 1
@@ -179,7 +179,7 @@ def test_slots_that_an_engine_exchanges_after_a_chunk_are_looked_at(served: Serv
 def test_a_preempted_request_keeps_its_claim_and_marks_what_it_computes_again_as_sampled(served: Served) -> None:
     again = torch.arange(40, 53)
     served.step("first", again, 13, True)  # prompt, answer and the token sampled last, in one chunk
-    assert served.summary("first")["tier"] == "dither"
+    assert served.summary("first")["tier"] == "probabilistic"
     step = served.step("second", torch.cat([again[:9], MORE]), 5, True)
     assert step.without_law == {0: SAMPLED_PREFIX}
     step = served.step("third", torch.cat([again[:8], MORE]), 5, True)
@@ -200,7 +200,7 @@ def test_a_session_whose_prompt_goes_on_after_its_own_answer_claims_tier_w(serve
     step = served.step("first", torch.cat([FIRST, ANSWER, MORE]), 5, True)
     assert (step.layers[0].delta_loc == 0).all()
     summary = served.summary("first")
-    assert summary["tier"] == "witness"
+    assert summary["tier"] == "deterministic"
     assert AFTER_ITS_ANSWER in summary["claim"]
 
 
@@ -219,12 +219,12 @@ def test_slots_written_again_by_a_prompt_are_sampled_no_more(served: Served) -> 
 
 
 def test_the_deterministic_tier_traces_nothing() -> None:
-    served = Served(tier="witness")
+    served = Served(tier="deterministic")
     served.first_turn()
     assert served.runtime.generated is None
     step = served.step("second", torch.cat([FIRST, ANSWER, MORE]), 5, True)
     assert step.without_law == {}
-    assert served.summary("second")["claim"].startswith("tier W: deterministic, any query; ")
+    assert served.summary("second")["claim"].startswith("deterministic tier: any query; ")
 
 
 # The budget of a request ------------------------------------------------------------------------------------------
@@ -248,10 +248,10 @@ def test_a_request_forgotten_among_many_spends_its_delta_once(monkeypatch: pytes
     assert ordinals == sorted(set(ordinals))  # no row of the budget's series is used twice
     summary = served.summary("victim")
     assert NOT_FROM_ITS_START in summary["claim"]
-    assert summary["tier"] == "witness"
+    assert summary["tier"] == "deterministic"
     assert summary["delta"]["spent"] <= 0.01
     served.step("other-0-0", torch.arange(50, 54), 4, True)
-    assert served.summary("other-0-0")["tier"] == "witness"  # forgotten as well: an id in use is not known to be new
+    assert served.summary("other-0-0")["tier"] == "deterministic"  # forgotten: an id in use may not be new
 
 
 def test_a_request_that_begins_with_a_generated_token_has_no_delta() -> None:

@@ -1,4 +1,4 @@
-"""Tier D's premise: the queries of a fixed text do not depend on the dither of their own layer.
+"""The probabilistic tier's premise: the queries of a fixed text do not depend on the dither of their own layer.
 
 A small model serves a fixed text several times; only the dither of one layer differs. Queries of that layer and of the
 layers below it must be the same numbers, whatever gates repair and however little they may.
@@ -79,7 +79,7 @@ def play(salt: int, gate: dict[str, Any], storage: str) -> tuple[list[Tensor], l
         {
             "version": 1,
             "quantizer": {"name": "int8_dither", "storage": storage},
-            "meter": {"tier": "dither", "audit_every": 0},
+            "meter": {"tier": "probabilistic", "audit_every": 0},
             "gate": {"kind": "certified", "tau": 0.005, "tau_out": 9.0, "target": "tv", "block_size": 1, **gate},
             "prefill_reads": "stored",
         }
@@ -133,18 +133,18 @@ def play(salt: int, gate: dict[str, Any], storage: str) -> tuple[list[Tensor], l
         ({}, "simulated"),
         ({"max_pagein_bytes": 26 * TOKEN_BYTES}, "simulated"),
         ({"max_pagein_bytes": 26 * TOKEN_BYTES}, "packed"),
-        ({"shadow_bytes": 20 * LAYERS * TOKEN_BYTES}, "simulated"),
-        ({"shadow_bytes": 20 * LAYERS * TOKEN_BYTES}, "packed"),
+        ({"copy_bytes": 20 * LAYERS * TOKEN_BYTES}, "simulated"),
+        ({"copy_bytes": 20 * LAYERS * TOKEN_BYTES}, "packed"),
     ],
-    ids=["no limit", "page-in", "page-in packed", "shadow", "shadow packed"],
+    ids=["no limit", "page-in", "page-in packed", "copies", "copies packed"],
 )
 def test_queries_of_a_fixed_text_do_not_depend_on_the_dither_of_their_layer(
     monkeypatch: pytest.MonkeyPatch, gate: dict[str, Any], storage: str
 ) -> None:
     salt = 0
 
-    def salted(key: DitherKey, row_ids: Tensor, layer: int, heads: Any, dim: int) -> Tensor:
-        return rows(DitherKey(0, 1000 + (salt if layer == SALTED else 0), 0), row_ids, layer, heads, dim)
+    def salted(key: DitherKey, pass_ids: Tensor, layer: int, heads: Any, dim: int) -> Tensor:
+        return rows(DitherKey(0, 1000 + (salt if layer == SALTED else 0), 0), pass_ids, layer, heads, dim)
 
     for module in (witcert_core.cache.packed, witcert_core.quantizers.int8_dither):
         monkeypatch.setattr(module, "rows", salted)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from witcert_core.cache.bands import band_map
-from witcert_core.cache.exact_copies import ShadowStore
-from witcert_core.cache.witness_store import SlotStore
+from witcert_core.cache.exact_copies import ExactCopies
+from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.meter.cells import Terms
 from witcert_core.policy.gates import Certified, Gate, Observe
 from witcert_core.policy.plugins import quantizer_registry
@@ -53,7 +53,7 @@ class Cache:
         ]
         for x, y in zip(stored, exact, strict=True):
             x[80:] = y[80:]
-        self.store = SlotStore(
+        self.store = WitnessStore(
             quantizer=quantizer,
             layers=[LAYER],
             num_slots=SLOTS,
@@ -64,11 +64,11 @@ class Cache:
         )
         slots = torch.arange(SLOTS)
         self.store.write(LAYER, slots, exact_k=exact[0], exact_v=exact[1], stored_k=stored[0], stored_v=stored[1])
-        shadow = ShadowStore(layers=[LAYER], num_slots=SLOTS, num_rows=SLOTS, dtype=torch.float32, **SIZES)
-        shadow.claim(slots)
-        shadow.put(LAYER, slots, *exact)
+        copies = ExactCopies(layers=[LAYER], num_slots=SLOTS, num_rows=SLOTS, dtype=torch.float32, **SIZES)
+        copies.claim(slots)
+        copies.put(LAYER, slots, *exact)
         self.pool = Pool(*(x.clone() for x in stored))
-        self.repairer = BlockRepairer(gate, self.store, shadow, block_size=BLOCK, max_pagein_bytes=None)
+        self.repairer = BlockRepairer(gate, self.store, copies, block_size=BLOCK, max_pagein_bytes=None)
 
     def run(self, requests: list[RequestRows], **options: object) -> list[Outcome]:
         return self.repairer.run(LayerCall(LAYER, self.pool, SCALE, exact_k=self.exact_k, **options), requests)

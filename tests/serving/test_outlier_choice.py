@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from witcert_core.cache.packed import PackedCache, PackedLayer
+from witcert_core.cache.packed import PackedKV, PackedLayer
 from witcert_core.quantizers.dither import DitherKey
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.calls import AttentionCall
@@ -16,14 +16,14 @@ SLOTS, HKV, D, PAIRS = 400, 2, 32, 1
 PAIR = RotarySpec(D).pair_channels()
 
 
-def cache(bypassed: bool = True) -> PackedCache:
+def cache(bypassed: bool = True) -> PackedKV:
     def side(width: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(SLOTS, HKV, width, dtype=dtype)
 
     codes, scales = (side(D, torch.int8) for _ in "kv"), (side(1, torch.float16) for _ in "kv")
     outliers = side(2 * PAIRS, torch.bfloat16) if bypassed else None
     layer = PackedLayer(*codes, *scales, None, outliers)
-    return PackedCache({0: layer}, torch.ones(SLOTS, dtype=torch.int64), DitherKey(0, 0), (0, 1), RotarySpec(D))
+    return PackedKV({0: layer}, torch.ones(SLOTS, dtype=torch.int64), DitherKey(0, 0), (0, 1), RotarySpec(D))
 
 
 def call(tokens: int, pair: int, first_slot: int = 0) -> AttentionCall:
@@ -34,7 +34,7 @@ def call(tokens: int, pair: int, first_slot: int = 0) -> AttentionCall:
     return AttentionCall(0, k, k, k.clone(), slots, slots, 1.0, lambda *_: k, False)
 
 
-def chosen(of: PackedCache) -> list[int]:
+def chosen(of: PackedKV) -> list[int]:
     channels = of[0].channels
     assert channels is not None
     assert torch.equal(channels[0], channels[1])
@@ -74,12 +74,12 @@ def test_what_is_written_again_gets_the_row_of_the_pass_that_chose() -> None:
     packed = cache()
     choice = OutlierChoice(packed)
     choice.before(call(6, 9))
-    packed.row_ids[6 : 6 + ENOUGH] = 2
+    packed.pass_ids[6 : 6 + ENOUGH] = 2
     again = choice.before(call(ENOUGH, 3, first_slot=6))
     assert again is not None
     assert [c.slots.tolist() for c in again] == [list(range(6))]
     assert chosen(packed) == PAIR[9].tolist()
-    assert packed.row_ids[: 6 + ENOUGH].tolist() == [2] * (6 + ENOUGH)
+    assert packed.pass_ids[: 6 + ENOUGH].tolist() == [2] * (6 + ENOUGH)
 
 
 def test_what_is_kept_is_bounded_and_replays_end_it() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from witcert_core.cache.exact_copies import ShadowStore
+from witcert_core.cache.exact_copies import ExactCopies
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
@@ -21,7 +21,7 @@ LAYER, SLOTS, HKV, D = 0, 256, 2, 8
 
 
 def copies(rows: int, share: float = 1.0, seed: int = 0) -> SampledCopies:
-    store = ShadowStore(
+    store = ExactCopies(
         layers=[LAYER],
         num_slots=SLOTS,
         num_rows=rows,

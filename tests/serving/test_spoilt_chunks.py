@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from witcert_core.cache.bands import band_map
-from witcert_core.cache.exact_copies import ShadowStore
-from witcert_core.cache.witness_store import SlotStore
+from witcert_core.cache.exact_copies import ExactCopies
+from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.meter.measure import bound_cells
 from witcert_core.meter.tv import attention_logits
 from witcert_core.policy.gates import Certified
@@ -58,7 +58,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("spoilt", ["k", "v", "kv", ""])
 def test_packed_attention(spoilt: str) -> None:
     q, k, v = tokens(spoilt)
-    side = SlotStore(
+    side = WitnessStore(
         quantizer=quantizer_registry().get("int8_token_group"),
         layers=[LAYER],
         num_slots=S,
@@ -84,15 +84,15 @@ def test_repaired_rows(spoilt: str) -> None:
     pool.k[: S // 2] -= 0.6
     quantizer, bands = quantizer_registry().get("int8_token_group"), band_map(RotarySpec(D))
     sizes = {"num_kv_heads": HKV, "head_dim": D, "v_head_dim": D}
-    store = SlotStore(
+    store = WitnessStore(
         quantizer=quantizer, layers=[LAYER], num_slots=S, bands=bands, storage_dtype=torch.float32, **sizes
     )
     stored = {"stored_k": pool.k.clone(), "stored_v": pool.v.clone()}
     store.write(LAYER, slots, exact_k=exact_k, exact_v=exact_v, **stored)
-    shadow = ShadowStore(layers=[LAYER], num_slots=S, num_rows=S, dtype=torch.float32, **sizes)
-    shadow.claim(slots)
-    shadow.put(LAYER, slots, exact_k, exact_v)
-    repairer = BlockRepairer(Certified("tv", tau=0.01), store, shadow, block_size=2, max_pagein_bytes=None)
+    copies = ExactCopies(layers=[LAYER], num_slots=S, num_rows=S, dtype=torch.float32, **sizes)
+    copies.claim(slots)
+    copies.put(LAYER, slots, exact_k, exact_v)
+    repairer = BlockRepairer(Certified("tv", tau=0.01), store, copies, block_size=2, max_pagein_bytes=None)
     positions = torch.arange(S - R, S)
     rows = RequestRows("a", q, positions, slots, 0.0, torch.zeros(R, dtype=torch.bool))
     (outcome,) = repairer.run(LayerCall(LAYER, pool, SCALE), [rows])

@@ -229,7 +229,7 @@ def test_rows_the_engine_moves_keep_what_is_known() -> None:
         _, exact = attention(queries[layer][1], *(engine.exact[layer][kind][1, :15] for kind in "kv"))
         assert ((exact - compressed).abs().sum(-1) / 2 <= step.layers[layer].meter[1]).all()
         assert (step.layers[layer].meter[1] < 1).all()
-    assert not engine.runtime.cache.shadow.has(new).any()
+    assert not engine.runtime.cache.copies.has(new).any()
 
 
 def test_rows_restored_from_elsewhere_are_unknown() -> None:

@@ -82,11 +82,11 @@ def test_rows_over_a_quantized_prefix_are_gated_too() -> None:
 
 
 def test_without_copies_a_step_is_not_certified_and_says_so() -> None:
-    engine = gated("int2_token_group", shadow_bytes=LAYERS * HKV * 2 * D * 4 * 3)  # room for three slots
+    engine = gated("int2_token_group", copy_bytes=LAYERS * HKV * 2 * D * 4 * 3)  # room for three slots
     engine.step([17, 31], ForwardMode.EXTEND)
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
     reasons = {outcome.gave_up for outcome in step.verdicts}
-    assert any("gone from the shadow" in reason for reason in reasons)
+    assert any("copies of the blocks left are gone" in reason for reason in reasons)
     worst = max(cells.meter.max() for cells in step.layers.values())
     assert worst > 0.2
     assert any((outcome.status == CellStatus.ABOVE_TARGET).any() for outcome in step.verdicts)

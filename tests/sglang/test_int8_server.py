@@ -20,10 +20,10 @@ def test_answers_bounds_and_claim(int8_original: Metered) -> None:
     assert sum(s["audit"]["violations"] + s["audit"]["mismatches"] for s in summaries) == 0
     assert sum(s["audit"]["cells"] for s in summaries) > 100
     for summary in summaries:
-        assert summary["tier"] == "dither"
+        assert summary["tier"] == "probabilistic"
         assert "non-adaptive" in summary["claim"]
         assert 0 < summary["delta"]["spent"] <= summary["delta"]["request"]
-        assert summary["tier_w_beside"]["cells"] == summary["cells_measured"]
+        assert summary["deterministic_beside"]["cells"] == summary["cells_measured"]
 
 
 def test_rows_between_the_stride_are_unknown(int8_original: Metered) -> None:
@@ -52,9 +52,9 @@ def test_a_second_turn_over_sampled_tokens_claims_tier_w(int8_original: Metered)
     second = ask(prompt + first["output_ids"] + prompt[:20], 8)["meta_info"]
     assert second["cached_tokens"] > len(prompt) + 16
     summary = second["witcert"]
-    assert (first["meta_info"]["witcert"]["tier"], summary["tier"]) == ("dither", "witness")
+    assert (first["meta_info"]["witcert"]["tier"], summary["tier"]) == ("probabilistic", "deterministic")
     assert "its cached prefix holds tokens that were sampled" in summary["claim"]
-    assert summary["tier_cells"] == {"witness": summary["cells_measured"]}
+    assert summary["tier_cells"] == {"deterministic": summary["cells_measured"]}
     assert summary["delta"]["spent"] == 0
     assert summary["audit"]["violations"] == 0
 

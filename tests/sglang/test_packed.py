@@ -32,7 +32,7 @@ def test_the_packed_pool_is_read_and_bounded(name: str, dtype: torch.dtype, read
             assert ((exact_out - out).norm(dim=-1) <= cells.out_bound[i]).all()
             assert (cells.tv_audit[i] <= cells.meter[i]).all()
             assert (cells.meter[i] < 0.5).all()
-        assert (step.witness_layers[layer].meter >= cells.meter).all()
+        assert (step.deterministic_layers[layer].meter >= cells.meter).all()
 
 
 OUTLIERS = dict.fromkeys((30, 31, 62, 63), 40.0)  # two rotary pairs
@@ -154,10 +154,10 @@ def test_a_gated_packed_chunk_reads_itself_exactly_and_a_repaired_prefix() -> No
 
 def test_copies_that_are_gone_leave_codes_and_their_bound() -> None:
     room = LAYERS * HKV * 2 * D * 4 * 20  # for twenty tokens
-    engine = gated("int8_dither", storage="packed", tau=0.02, shadow_bytes=room)
+    engine = gated("int8_dither", storage="packed", tau=0.02, copy_bytes=room)
     engine.step([17, 31], ForwardMode.EXTEND)
     step, queries, _ = engine.step([1, 1], ForwardMode.DECODE)
-    assert any("gone from the shadow" in verdict.gave_up for verdict in step.verdicts)
+    assert any("copies of the blocks left are gone" in verdict.gave_up for verdict in step.verdicts)
     for layer in range(LAYERS):
         for i, count in enumerate(engine.lens):
             k, v = engine.stored(layer, i, count)

@@ -65,9 +65,9 @@ def assert_second_turn_claims_tier_w(engine: Engine, prompt: str) -> None:
     (first,) = engine.ask([{"prompt_token_ids": ids}], max_tokens=160, ignore_eos=True)
     (second,) = engine.ask([{"prompt_token_ids": ids + first.tokens + ids[-8:]}])
     assert second.cached > len(ids)
-    assert (first.summary["tier"], second.summary["tier"]) == ("dither", "witness")
+    assert (first.summary["tier"], second.summary["tier"]) == ("probabilistic", "deterministic")
     assert "its cached prefix holds tokens that were sampled" in second.summary["claim"]
-    assert second.summary["tier_cells"] == {"witness": second.summary["cells_measured"]}
+    assert second.summary["tier_cells"] == {"deterministic": second.summary["cells_measured"]}
     assert second.summary["audit"]["violations"] == 0
 
 
@@ -84,7 +84,7 @@ def assert_streaming_input_claims_tier_w(engine: Engine, prompt: str) -> None:
     llm.abort_request([name], internal=True)
     llm.step()
     (summary,) = [r for r in engine.records() if r["request_id"] == name and r["schema"].startswith("witcert.request")]
-    assert summary["tier"] == "witness"
+    assert summary["tier"] == "deterministic"
     assert summary["cells_measured"] > 0
     assert AFTER_ITS_ANSWER in summary["claim"]
 

@@ -49,15 +49,15 @@ def test_its_own_key_is_read_as_a_chunk_reads_it() -> None:
     """Requests: a chunk of three, a prompt's last token, a generated token."""
     new, prefilling = [3, 1, 1], [True, True, False]
 
-    def reads_stored(prefill_reads: str, prefilling: Sequence[bool | None]) -> list[bool] | bool:
+    def attends_quantized(prefill_reads: str, prefilling: Sequence[bool | None]) -> list[bool] | bool:
         runtime = VllmRuntime.__new__(VllmRuntime)
         runtime.policy = SimpleNamespace(prefill_reads=prefill_reads)
         runtime.out_slots = torch.arange(5)
         found = runtime._reads_stored(prefilling, new)
         return found if isinstance(found, bool) else found.tolist()
 
-    assert reads_stored("chunk_exact", prefilling) == [False] * 4 + [True]
-    assert reads_stored("chunk_exact", [True] * 3) is False
-    assert reads_stored("stored", prefilling) is True
+    assert attends_quantized("chunk_exact", prefilling) == [False] * 4 + [True]
+    assert attends_quantized("chunk_exact", [True] * 3) is False
+    assert attends_quantized("stored", prefilling) is True
     with pytest.raises(UnsupportedError, match="prefilling"):
-        reads_stored("chunk_exact", [None] * 3)
+        attends_quantized("chunk_exact", [None] * 3)

@@ -37,7 +37,7 @@ def choose_bands(
         return wanted
     few, many = BANDS
     declared = quantizer.bytes_per_token_head(rotary.head_dim)
-    if declared is None or (quantizer.tier == "dither" and not sketch_bits):
+    if declared is None or (quantizer.tier == "probabilistic" and not sketch_bits):
         return few
     sizes = [declared + _witness_bytes(rotary, v_head_dim, sketch_bits, bands) for bands in BANDS]
     return many if sizes[1] - sizes[0] <= AFFORDABLE * sizes[0] else few
@@ -58,14 +58,14 @@ def side_bytes_per_head(
     sketch_bits: int = 0,
     bands: int | None = None,
 ) -> int:
-    """What `store.SlotStore` keeps of a token in one layer and KV head, beside a pool of ``storage_bytes`` an element.
+    """What `WitnessStore` keeps of a token in one layer and KV head, beside a pool of ``storage_bytes`` an element.
 
     One byte for V; for K the bands' witness and the residuals' sketches, or without these the scales of a dithered
     quantizer (with a band witness of the rounding to a 16-bit pool). bands: see `choose_bands`.
     """
     groups = num_groups(rotary.head_dim, GROUP)
     chosen = choose_bands(quantizer, rotary, v_head_dim, sketch_bits, bands)
-    if quantizer.tier == "dither" and not sketch_bits:
+    if quantizer.tier == "probabilistic" and not sketch_bits:
         witness = groups if quantizer.stored_witness else 0
         return 1 + 2 * groups + witness + (band_map(rotary, chosen).num_bands if storage_bytes == 2 else 0)
     return _witness_bytes(rotary, v_head_dim, sketch_bits, chosen)

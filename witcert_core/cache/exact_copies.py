@@ -4,7 +4,8 @@ Shapes: SLOTS slots of the engine's pool, ROWS copies kept, Hkv local KV heads, 
 
 A copy belongs to the token last written into its slot. When the memory is full the copies used longest ago go first;
 their blocks are then *unrepairable*, which is reported as such and never as fine. A copy is used when a request that
-reads its slot is gated, whatever is repaired: which copies go must not depend on what some layer found (tier D).
+reads its slot is gated, whatever is repaired: which copies go must not depend on what some layer found
+(for the probabilistic tier).
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from witcert_core.cache.side_rows import NO_ROW, SideRows
+from witcert_core.cache.copy_index import NO_COPY, CopyIndex
 from witcert_core.errors import InputError
 
 
-class ShadowStore(SideRows):
+class ExactCopies(CopyIndex):
     """Copies of up to `num_rows` slots for every layer; all layers of a slot come and go together.
 
     num_rows: as many as the caller's memory limit allows; with at least `num_slots` nothing is ever lost.
@@ -38,7 +39,7 @@ class ShadowStore(SideRows):
         pinned: bool = False,
     ) -> None:
         if num_rows < 1:
-            raise InputError(f"the shadow store has room for {num_rows} slots; give it memory for at least one")
+            raise InputError(f"there is room for the exact copies of {num_rows} slots; give it memory for at least one")
         super().__init__(num_slots, num_rows)
         rows = self.num_rows
 
@@ -65,7 +66,7 @@ class ShadowStore(SideRows):
     def put(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Copy k [N, Hkv, D] and v [N, Hkv, Dv] of the claimed `slots` [N]; slots without a row are left out."""
         rows = self.rows(slots)
-        kept = rows != NO_ROW
+        kept = rows != NO_COPY
         self._k[layer][rows[kept]] = k[kept].to(self._k[layer])
         self._v[layer][rows[kept]] = v[kept].to(self._v[layer])
 
@@ -75,6 +76,6 @@ class ShadowStore(SideRows):
         InputError where a copy is gone (ask `has` first).
         """
         rows = self.rows(slots)
-        if bool((rows == NO_ROW).any()):
-            raise InputError(f"layer {layer}: the copy of slot {int(slots[rows == NO_ROW][0])} is gone")
+        if bool((rows == NO_COPY).any()):
+            raise InputError(f"layer {layer}: the copy of slot {int(slots[rows == NO_COPY][0])} is gone")
         return self._k[layer][rows, kv_head], self._v[layer][rows, kv_head]

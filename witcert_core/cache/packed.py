@@ -92,19 +92,19 @@ class PackedLayer:
         return torch.zeros(slots.numel(), self.k.shape[1], dtype=torch.bool, device=slots.device)
 
 
-class PackedCache:
-    """All layers of one rank. `row_ids` [SLOTS] int64 is shared by them: the pass in which a slot was written."""
+class PackedKV:
+    """All layers of one rank. `pass_ids` [SLOTS] int64 is shared by them: the pass in which a slot was written."""
 
     def __init__(
         self,
         layers: Mapping[int, PackedLayer],
-        row_ids: Tensor,
+        pass_ids: Tensor,
         key: DitherKey,
         head_ids: tuple[int, ...],
         rotary: RotarySpec,
     ) -> None:
         self.layers = dict(layers)
-        self.row_ids = row_ids
+        self.pass_ids = pass_ids
         self.key = key
         self.head_ids = head_ids
         self.rotary = rotary
@@ -170,7 +170,7 @@ class PackedCache:
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Dequantized k [S, Hkv, D] and v [S, Hkv, Dv] float32 of `slots`; each pass's dither row is made once."""
         source = self.layers[layer]
-        passes, which = torch.unique(self.row_ids[slots], return_inverse=True)
+        passes, which = torch.unique(self.pass_ids[slots], return_inverse=True)
         u = rows(self.key, passes, layer, self.head_ids, source.k.shape[-1])[which]
         k = dequantize_int8(source.k[slots], source.k_scale[slots], u)
         if source.k_bypass is not None and source.channels is not None:

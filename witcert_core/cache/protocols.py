@@ -9,10 +9,10 @@ from torch import Tensor
 from witcert_core.meter.protocols import Radii
 
 
-class Side(Radii, Protocol):
+class SlotErrors(Radii, Protocol):
     """The tokens of one layer, of all KV heads or of one."""
 
-    def head(self, kv_head: int) -> Side:
+    def head(self, kv_head: int) -> SlotErrors:
         """The same for one KV head."""
         ...
 
@@ -25,10 +25,10 @@ class Side(Radii, Protocol):
         ...
 
 
-class Sides(Protocol):
+class StoredErrors(Protocol):
     """All layers, by global id."""
 
-    def __getitem__(self, layer: int) -> Side: ...
+    def __getitem__(self, layer: int) -> SlotErrors: ...
 
 
 class Pool(Protocol):

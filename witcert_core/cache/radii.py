@@ -23,7 +23,7 @@ from witcert_core.quantizers.dither import GRID_BITS, GROUP, HALF_STEP_MARGIN, d
 
 
 def radius_witness(q: Tensor, codes: Tensor, bands: BandMap, sm_scale: float) -> Tensor:
-    """Tier W: ``c = |sm_scale| * sum_b ||q_b|| w_b``; deterministic, for any quantizer and any query.
+    """The deterministic tier: ``c = |sm_scale| * sum_b ||q_b|| w_b``; deterministic, for any quantizer and any query.
 
     Args:
         q: ``[H, D]`` query, after RoPE.
@@ -39,7 +39,7 @@ def radius_witness(q: Tensor, codes: Tensor, bands: BandMap, sm_scale: float) ->
 
 
 def radius_group_witness(q: Tensor, scales: Tensor, codes: Tensor, sm_scale: float, group: int = GROUP) -> Tensor:
-    """Tier W for the INT8 cache with a stored group witness (276-byte layout).
+    """The deterministic tier for the INT8 cache with a stored group witness (276-byte layout).
 
     Args:
         q: ``[H, D]``.
@@ -56,7 +56,7 @@ def radius_group_witness(q: Tensor, scales: Tensor, codes: Tensor, sm_scale: flo
 def radius_dither(
     q: Tensor, scales: Tensor, sm_scale: float, delta_loc: float, num_visible: int, group: int = GROUP
 ) -> Tensor:
-    """Tier D: the smaller of the half-step radius and the sub-Gaussian one.
+    """The probabilistic tier: the smaller of the half-step radius and the sub-Gaussian one.
 
     ``|sm_scale| * sum_g s_g ||q_g||_1 / 2 * (1 + 2^-15)`` holds always. With ``delta_loc > 0``,
     ``sqrt(2 ln(2 S / delta_loc)) * sigma + |sm_scale| * sum_g s_g ||q_g||_1 (2^-(n+1) + 2^-16)`` with

@@ -29,7 +29,7 @@ States = dict[tuple[int, Kind], Tensor]
 
 
 @dataclass(frozen=True)
-class ClosingRule:
+class QuantizeSchedule:
     """How many tokens of a request are closed, from its length alone."""
 
     token_group: int = 1
@@ -37,13 +37,13 @@ class ClosingRule:
     calibration_tokens: int = 0
 
     @classmethod
-    def of(cls, quantizer: Quantizer) -> ClosingRule:
+    def of(cls, quantizer: Quantizer) -> QuantizeSchedule:
         return cls(quantizer.token_group, quantizer.recent_tokens, quantizer.calibration_tokens)
 
     @property
     def immediate(self) -> bool:
         """Whether every token is closed as it is written."""
-        return self == ClosingRule()
+        return self == QuantizeSchedule()
 
     @property
     def sharing_unit(self) -> int:
@@ -108,7 +108,7 @@ class ClosingRule:
 
 
 @dataclass(frozen=True)
-class DueTokens:
+class ReadyTokens:
     """Tokens to be closed in this pass, whole groups one after the other.
 
     slots, positions [M] int64; requests [M]: the index of the request that closes each. anchors: for a calibrated
@@ -122,7 +122,7 @@ class DueTokens:
     anchors: Tensor
     calibrating: dict[int, Tensor] = field(default_factory=dict)
 
-    def of(self, chosen: Tensor) -> DueTokens:
+    def of(self, chosen: Tensor) -> ReadyTokens:
         """The tokens of the `chosen` requests, [REQUESTS] bool."""
         mine = chosen[self.requests]
         anchors = self.anchors[mine] if self.anchors.numel() else self.anchors
@@ -131,7 +131,7 @@ class DueTokens:
         )
 
 
-class OpenTokens:
+class PendingTokens:
     """Which slots are closed, and the calibrated states; one per rank, for all layers.
 
     The state of a request is kept under its *anchor*, the slot of its token `calibration_tokens` - 1. That slot stands
@@ -139,7 +139,7 @@ class OpenTokens:
     when the slot is written again.
     """
 
-    def __init__(self, rule: ClosingRule, num_slots: int, device: str | torch.device = "cpu") -> None:
+    def __init__(self, rule: QuantizeSchedule, num_slots: int, device: str | torch.device = "cpu") -> None:
         self.rule = rule
         self.closed = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._is_anchor = torch.zeros(num_slots, dtype=torch.bool)
@@ -174,7 +174,7 @@ class OpenTokens:
         self.closed[slots] = True
         self._drop(slots)
 
-    def due(self, requests: Sequence[Tensor]) -> DueTokens:
+    def due(self, requests: Sequence[Tensor]) -> ReadyTokens:
         """Close what is due, given the slots [LENGTH] of each request of the pass, new tokens included.
 
         Raises UnsupportedError for a group that is closed in part, and for a request whose state is gone.
@@ -205,7 +205,7 @@ class OpenTokens:
                     self._states[anchor] = {}
                     self._is_anchor[anchor] = True
         none = torch.zeros(0, dtype=torch.int64, device=self.closed.device)
-        return DueTokens(
+        return ReadyTokens(
             torch.cat([none, *slots]),
             torch.cat([none, *positions]),
             torch.cat([none, *owners]),

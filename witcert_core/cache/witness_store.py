@@ -22,7 +22,7 @@ from witcert_core.cache.norm_codes import decode_norm, encode_norm_up, value_cod
 from witcert_core.cache.packed import checked_scales, half_step_radius
 from witcert_core.cache.radii import DitherLaw, dither_law, radius_dither, radius_group_witness, radius_witness
 from witcert_core.cache.sketch import Sketch, decode_sketch, encode_sketch, value_bands
-from witcert_core.cache.write_queue import Waiting, Write, joined
+from witcert_core.cache.write_queue import Write, WriteQueue, joined
 from witcert_core.quantizers.base import Encoded, Quantizer
 from witcert_core.quantizers.dither import group_witness_codes
 
@@ -41,7 +41,7 @@ def dithered_value_radius(encoded: Encoded, stored: Tensor) -> Tensor:
 
 
 @dataclass
-class LayerSlots:
+class LayerWitness:
     """One layer's side tensors; also the `Radii` that `meter.measure` asks.
 
     witness [SLOTS, Hkv, B] uint8: band norms of (stored - exact) for a witness quantizer; of the storage rounding
@@ -117,7 +117,7 @@ class LayerSlots:
         k, v = (Sketch(s.codes[slots], s.steps[slots]) for s in (self.key_sketch, self.value_sketch))
         return decode_sketch(k, self.bands, self.sketch_bits), decode_sketch(v, self.value_bands, self.sketch_bits)
 
-    def head(self, kv_head: int) -> LayerSlots:
+    def head(self, kv_head: int) -> LayerWitness:
         """The same side tensors for one KV head only (Hkv = 1), sharing memory with these."""
         only = slice(kv_head, kv_head + 1)
         witness, scales, group_witness = (
@@ -137,7 +137,7 @@ class LayerSlots:
             value_sketch=value_sketch,
         )
 
-    def at(self, slots: Tensor, device: torch.device) -> LayerSlots:
+    def at(self, slots: Tensor, device: torch.device) -> LayerWitness:
         """Copies of the side tensors of `slots` [S] only, one after the other, on `device`."""
 
         def of(tensor: Tensor | None) -> Tensor | None:
@@ -187,10 +187,10 @@ class LayerSlots:
                 sketch.steps[slots] = 0
 
 
-Recorder = Callable[[LayerSlots, Write], None]
+Recorder = Callable[[LayerWitness, Write], None]
 
 
-class SlotStore:
+class WitnessStore:
     """The side tensors of all metered layers of one rank.
 
     recorder: what keeps the norms of a write in the place of torch, at once; for a store without dither and sketches.
@@ -218,7 +218,7 @@ class SlotStore:
         self.bands = bands
         self.storage_dtype = storage_dtype
         # With sketches a dithered quantizer is one like any other: what is kept is the error it made, not its law.
-        self.dithered = quantizer.tier == "dither" and not sketch_bits
+        self.dithered = quantizer.tier == "probabilistic" and not sketch_bits
         self.sketch_bits = sketch_bits
         self.value_bands = value_bands(v_head_dim)
         num_groups = -(-head_dim // 32)
@@ -235,7 +235,7 @@ class SlotStore:
         # In a 32-bit pool the dither term's own slack covers the rounding of s * (code - u); see `radii.py`.
         with_witness = not self.dithered or storage_dtype in SIXTEEN_BIT
         self._layers = {
-            layer: LayerSlots(
+            layer: LayerWitness(
                 bands=bands,
                 value_witness=tensor(value=UNKNOWN_CODE, dtype=torch.uint8),
                 witness=tensor(bands.num_bands, value=UNKNOWN_CODE, dtype=torch.uint8) if with_witness else None,
@@ -250,7 +250,7 @@ class SlotStore:
             )
             for layer in layers
         }
-        self._waiting = {layer: Waiting() for layer in layers}
+        self._waiting = {layer: WriteQueue() for layer in layers}
         self.recorder: Recorder | None = None
         shape = (num_slots, num_kv_heads)
         self.exact_k: dict[int, Tensor] = {}
@@ -260,7 +260,7 @@ class SlotStore:
                 self.exact_k[layer] = torch.zeros(*shape, head_dim, dtype=storage_dtype, device=device)
                 self.exact_v[layer] = torch.zeros(*shape, v_head_dim, dtype=storage_dtype, device=device)
 
-    def __getitem__(self, layer: int) -> LayerSlots:
+    def __getitem__(self, layer: int) -> LayerWitness:
         return self._settled(layer)
 
     def __contains__(self, layer: int) -> bool:
@@ -307,7 +307,7 @@ class SlotStore:
             elif not self._waiting[layer].add(write):
                 self._account(self._settled(layer), write)
 
-    def _settled(self, layer: int) -> LayerSlots:
+    def _settled(self, layer: int) -> LayerWitness:
         """The side tensors of a layer with every write accounted for."""
         side, waited = self._layers[layer], self._waiting[layer].take()
         accounted, done = 0, not waited
@@ -336,11 +336,11 @@ class SlotStore:
                         self._layers[layer].fill(write.slots, UNKNOWN_CODE)
                     self._layers[layer].fill(slots, UNKNOWN_CODE)
 
-    def _account(self, side: LayerSlots, write: Write) -> None:
+    def _account(self, side: LayerWitness, write: Write) -> None:
         for piece in write.split():
             self._remember(side, piece)
 
-    def _remember(self, side: LayerSlots, write: Write) -> None:
+    def _remember(self, side: LayerWitness, write: Write) -> None:
         slots = write.slots
         if write.encoded_v is None or not self.dithered:
             missed = self._sketched(side.value_sketch, slots, write.exact_v, write.stored_v, self.value_bands)
@@ -366,7 +366,7 @@ class SlotStore:
         sketch.codes[slots], sketch.steps[slots] = made.codes, made.steps
         return stored.to(torch.float64) - decode_sketch(made, bands, self.sketch_bits)
 
-    def _write_dithered(self, side: LayerSlots, write: Write) -> None:
+    def _write_dithered(self, side: LayerWitness, write: Write) -> None:
         slots, encoded = write.slots, write.encoded_k
         if encoded is None or side.scales is None:
             pairs = (write.exact_k, write.stored_k), (write.exact_v, write.stored_v)

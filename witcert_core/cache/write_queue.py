@@ -25,7 +25,7 @@ PIECE = 2**16
 
 @dataclass(frozen=True)
 class Write:
-    """N tokens written into `slots` [N], as `SlotStore.write` takes them."""
+    """N tokens written into `slots` [N], as `WitnessStore.write` takes them."""
 
     slots: Tensor
     exact_k: Tensor
@@ -60,7 +60,7 @@ class Write:
         return [part.dtype for part in parts]
 
 
-class Waiting:
+class WriteQueue:
     """The writes into one layer that wait, in their order."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from witcert_core.cache.capacity import ROW_ID_BYTES, side_bytes_per_head
-from witcert_core.cache.schedule import ClosingRule
+from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.errors import InputError, did_you_mean, listed
 from witcert_core.evaluate.settings import parse_quantizer
 from witcert_core.policy.plugins import quantizer_registry
@@ -117,7 +117,7 @@ def bytes_per_token(layout: str, shape: ModelAttention, tensor_parallel: int = 1
         def side(k: int, v: int) -> int:
             return side_bytes_per_head(quantizer, RotarySpec(k, rotary_dim=shape.rotary_dim), v, 2, bits)
 
-        flag = 0 if ClosingRule.of(quantizer).immediate else 1  # whether a token waits to be quantized
+        flag = 0 if QuantizeSchedule.of(quantizer).immediate else 1  # whether a token waits to be quantized
         return (
             bytes_per_token("fp16", shape, tensor_parallel)
             + _over_layers(shape, tensor_parallel, side)

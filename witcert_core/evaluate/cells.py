@@ -1,6 +1,6 @@
 """Every cell of forced answers: its true TV and what each bound says of it on the same radii.
 
-Answers are fed in, not sampled, so queries do not depend on the dither and tier D claims what it says.
+Answers are fed in, not sampled, so queries do not depend on the dither and the probabilistic tier claims what it says.
 Shapes: C cells collected, H query heads, S tokens a row sees.
 """
 
@@ -30,7 +30,7 @@ from witcert_core.serving.storage.simulated import SimulatedCache
 METER = "meter"
 JOINT = "joint"
 FORMS = (*FORM_NAMES, METER, JOINT)
-"""The six forms; the meter, the smallest of `tanh`, `jensen` and `needle`; and `bounds.joint`, for tier D only."""
+"""The six forms; the meter, the smallest of `tanh`, `jensen` and `needle`; and `bounds.joint`, under the dither law."""
 WITNESS = 0.0
 """The failure probability that stands for the deterministic tier."""
 
@@ -167,7 +167,7 @@ def violations(table: CellTable) -> dict[str, dict[str, int]]:
 
 def label(delta: float) -> str:
     """How a failure probability is written in results."""
-    return "witness" if delta == WITNESS else f"{delta:g}"
+    return "deterministic" if delta == WITNESS else f"{delta:g}"
 
 
 def coverage(bound: Tensor, taus: Sequence[float]) -> list[float | None]:

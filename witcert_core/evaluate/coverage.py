@@ -91,17 +91,22 @@ def coverage_rows(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
-COVERAGE_COLUMNS = ("KV cache", "tier W or delta", *FORMS, "violations")
+COVERAGE_COLUMNS = ("KV cache", "deterministic or delta", *FORMS, "violations")
 
 
 def plot_coverage(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """The central figure: share certified over tau, a panel a quantizer and tier."""
     panels = []
     for name, result in results.items():
-        tiers = [tier for tier in ("witness", "0.01") if tier in result["by_tau"]]
+        tiers = [tier for tier in ("deterministic", "0.01") if tier in result["by_tau"]]
         for tier in tiers:
             lines = {form: (TAUS, [percent(x) for x in result["by_tau"][tier][form]]) for form in SHOWN}
-            panels.append((f"{name}, {'tier W' if tier == 'witness' else f'tier D, delta {tier}'}", lines))
+            panels.append(
+                (
+                    f"{name}, {tier if tier == 'deterministic' else f'probabilistic, delta {tier}'}",
+                    lines,
+                )
+            )
 
     def finish(ax: Any) -> None:
         ax.axvline(TAU, color="#999999", linewidth=0.8)
@@ -114,7 +119,7 @@ def plot_deltas(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Share certified at tau 0.2 over the failure probability, for dithered quantizers."""
     panels = []
     for name, result in results.items():
-        deltas = [tier for tier in result["at_tau"] if tier != "witness"]
+        deltas = [tier for tier in result["at_tau"] if tier != "deterministic"]
         if deltas:
             x = [float(delta) for delta in deltas]
             lines = {form: (x, [percent(result["at_tau"][d][form]) for d in deltas]) for form in SHOWN}
@@ -129,7 +134,7 @@ def plot_heads(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     with figure(path, columns=len(names), rows=2, size=(3.4, 2.2)) as axes:
         for column, name in enumerate(names):
             for ax, form in zip((row[column] for row in axes), ("eform", METER), strict=True):
-                grid = results[name]["by_layer_head"]["witness"][form]
+                grid = results[name]["by_layer_head"]["deterministic"][form]
                 shown = [[math.nan if share is None else share for share in layer] for layer in grid]
                 ax.imshow(shown, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
                 ax.grid(False)

@@ -79,7 +79,7 @@ def hasty_policy(spec: QuantizerSpec, layers: tuple[int, ...] | None) -> Policy:
 
 def deltas_of(spec: QuantizerSpec, deltas: Sequence[float]) -> tuple[float, ...]:
     """The deterministic tier and, where the law of a dither bounds the error, the failure probabilities asked for."""
-    return (WITNESS, *(deltas if measuring_policy(spec).tier == "dither" else ()))
+    return (WITNESS, *(deltas if measuring_policy(spec).tier == "probabilistic" else ()))
 
 
 def collect(

@@ -49,7 +49,7 @@ def meter_of(summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     counts = ("tier", "tau", "cells_measured", "cells_exact", "cells_unknown", "tv_certified_cells", "damaged_cells")
     kept = {name: summary[name] for name in counts}
-    beside = summary["tier_w_beside"]
+    beside = summary["deterministic_beside"]
     return {
         **kept,
         "tv_certified_any_query": (kept if beside is None else beside)["tv_certified_cells"],

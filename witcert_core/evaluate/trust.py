@@ -183,4 +183,4 @@ def plot_trust(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             ax.axvline(TAU, color="#999999", linewidth=0.8)
             ax.set_title(name)
             ax.set_xlabel("true TV")
-        axes[0][0].set_ylabel("meter (tier W)")
+        axes[0][0].set_ylabel("meter (deterministic tier)")

@@ -19,7 +19,7 @@ SPREAD = 1.25
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class RowBatch:
     """R rows: their numbers, their slots [S, R] int64 and what they see of them, bool [S, R] (None: everything)."""
 
     rows: list[int]
@@ -54,7 +54,7 @@ class SideBySide:
         return whole.flatten(0, 1)
 
 
-def side_by_side(slots: Sequence[Tensor], elements: int) -> Iterator[SideBySide]:
+def batch_rows(slots: Sequence[Tensor], elements: int) -> Iterator[RowBatch]:
     """Rows with `slots[r]` [S_r] int64, at least one each, in batches, and a token counts as `elements`."""
     batch: list[int] = []
     for row in sorted(range(len(slots)), key=lambda r: slots[r].numel()):
@@ -68,11 +68,11 @@ def side_by_side(slots: Sequence[Tensor], elements: int) -> Iterator[SideBySide]
         yield _joined(batch, slots)
 
 
-def _joined(rows: list[int], slots: Sequence[Tensor]) -> SideBySide:
+def _joined(rows: list[int], slots: Sequence[Tensor]) -> RowBatch:
     own = [slots[row] for row in rows]
     lengths = [s.numel() for s in own]
     if lengths[0] == lengths[-1]:
-        return SideBySide(rows, lengths, torch.stack(own, 1), None)
+        return RowBatch(rows, lengths, torch.stack(own, 1), None)
     padded = torch.nn.utils.rnn.pad_sequence(own)
     seen = torch.arange(lengths[-1], device=padded.device)[:, None] < torch.tensor(lengths, device=padded.device)
-    return SideBySide(rows, lengths, torch.where(seen, padded, padded[0]), seen)
+    return RowBatch(rows, lengths, torch.where(seen, padded, padded[0]), seen)

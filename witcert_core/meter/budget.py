@@ -1,4 +1,4 @@
-"""How a request's failure probability is shared among its cells (tier D only).
+"""How a request's failure probability is shared among its cells (the probabilistic tier only).
 
 One event per (layer, query head, query row), each a union over its visible tokens. A request pays for
 every row it evaluates itself, over all tokens that row sees: a shared prefix is paid for by every reader.

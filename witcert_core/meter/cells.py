@@ -199,7 +199,7 @@ class CellBatch:
         num_quantized: ``[R, H]`` int64, those among them that are not known to be read exactly, keys and values alike.
             0: an *exact* cell, in which nothing differs, so nothing is certified either.
         tv_audit: ``[R, H]`` true TV where audited and NaN elsewhere, or ``None`` when no row was.
-        delta_loc: ``[R]`` float64 failure probability spent per cell, 0 for tier W.
+        delta_loc: ``[R]`` float64 failure probability spent per cell, 0 for the deterministic tier.
         floor: ``[R, H]`` TV is at least this; 0 where the residuals have no sketch.
         excess: ``[R, H]`` how much further the engine's output is from attention over what is stored than its kernel's
             rounding may take it, NaN where not audited, or ``None``. Above 0 the bound is of other weights than served.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from witcert_core.errors import InputError, did_you_mean, listed
 from witcert_core.meter.audit import Attended, Audit, FormatError, Read, compare_rows, in_window
-from witcert_core.meter.batching import SideBySide, side_by_side
+from witcert_core.meter.batching import RowBatch, batch_rows
 from witcert_core.meter.bounds import FORM_NAMES
 from witcert_core.meter.cells import CellBatch, Stored, Terms, bounds_of, in_rows, sum_terms
 from witcert_core.meter.kernel_error import KernelArithmetic, kernel_radius
@@ -122,7 +122,7 @@ def measure_rows(
         seen: per row, the int64 slots of its visible tokens in order of position.
         radii: bounds for this layer's slots.
         sm_scale: softmax scale.
-        delta_loc: per row, probability each of its cells may spend (0: tier W).
+        delta_loc: per row, probability each of its cells may spend (0: the deterministic tier).
         logits_soft_cap: 0 for none.
         window_left: a row sees its own token and this many before it; negative for no window.
         sinks: ``[H]`` learned sink logits.
@@ -145,7 +145,7 @@ def measure_rows(
     quantized = torch.zeros(num_rows, heads, dtype=torch.int64, device=q.device)
     parts: list[Terms] = []
     order: list[int] = []
-    for batch in side_by_side(seen, q[0].numel() if num_rows else 1):
+    for batch in batch_rows(seen, q[0].numel() if num_rows else 1):
         rows = q[batch.rows].to(torch.float64)
         flat = batch.slots.flatten()
         k, v = (batch.heads(x) for x in read(flat))
@@ -200,7 +200,7 @@ def measure_rows(
 
 
 def key_radii(
-    radii: Radii, q: Tensor, batch: SideBySide, unseen: Tensor | None, sm_scale: float, delta_loc: list[float]
+    radii: Radii, q: Tensor, batch: RowBatch, unseen: Tensor | None, sm_scale: float, delta_loc: list[float]
 ) -> Tensor:
     """Float64 ``[R * H, S]`` for ``q [R, H, D]`` of the rows side by side, 0 where ``unseen`` says so."""
     if len(batch.rows) > 1 and not any(delta_loc) and isinstance(radii, JointRadii):

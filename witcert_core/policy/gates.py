@@ -50,7 +50,7 @@ class GateState:
         first_meter: ``[C]`` the bound at the step's first evaluation, before any repair.
         block_risk: ``[N]`` ``sum p~ (e^c - 1)`` over the block and the cells, see :func:`block_risk`.
         repaired: bool ``[N]``, blocks already exact.
-        available: bool ``[N]``, blocks whose exact copy is still in the shadow store.
+        available: bool ``[N]``, blocks whose exact copy is still kept.
         block_bytes: cost of paging one block in.
         bytes_left: page-in budget that remains, ``None`` for no limit.
         value_risk: ``[N]`` ``sum p~ rho / ||o~||``, counted when only the output target is missed.
@@ -154,7 +154,7 @@ def _next(
         return GateDecision("give_up", status, reason="every block is exact and the bound is still too high")
     open_blocks = ~state.repaired & state.available
     if not bool(open_blocks.any()):
-        return GateDecision("give_up", status, reason="the blocks left are gone from the shadow store")
+        return GateDecision("give_up", status, reason="the exact copies of the blocks left are gone")
     if state.bytes_left is not None and state.bytes_left < state.block_bytes:
         return GateDecision("give_up", status, reason="the page-in budget is spent")
     risk = state.block_risk

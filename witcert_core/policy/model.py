@@ -31,7 +31,7 @@ from witcert_core.policy.messages import describe_validation_error
 from witcert_core.policy.plugins import gate_registry, quantizer_registry
 from witcert_core.quantizers import Quantizer
 from witcert_core.quantizers.base import DitheredQuantizer, Tier
-from witcert_core.quantizers.engine import EngineCache
+from witcert_core.quantizers.engine import EnginePrecision
 
 MAX_LAYER = 65_535
 MAX_INTEGER = 2**63 - 1
@@ -121,7 +121,7 @@ class QuantizerSettings(_Section):
 class MeterSettings(_Section):
     """What is measured, how often, and with which claim."""
 
-    tier: Literal["auto", "witness", "dither"] = "auto"
+    tier: Literal["auto", "deterministic", "probabilistic"] = "auto"
     form: Literal["auto", "extremal", "tanh", "jensen", "needle", "eform", "rms"] = "auto"
     sketch_bits: Annotated[Literal[0, 2, 4, 8] | None, _NO_LOOKALIKE] = None
     bands: Annotated[Literal[16, 32] | None, _NO_LOOKALIKE] = None
@@ -151,7 +151,7 @@ class GateSettings(_Section):
     risk_tau: float = Field(default=5.0, gt=0)
     block_size: int = Field(default=16, ge=1, le=MAX_BLOCK)
     max_pagein_bytes: int | None = Field(default=None, ge=0)
-    shadow_bytes: int | None = Field(default=None, ge=1)
+    copy_bytes: int | None = Field(default=None, ge=1)
     on_exhausted: Literal["serve", "abort"] = "serve"
 
 
@@ -201,15 +201,15 @@ class Policy(_Section):
         return self
 
     def _check_tier(self) -> None:
-        if self.meter.tier == "dither" and self._quantizer.tier != "dither":
+        if self.meter.tier == "probabilistic" and self._quantizer.tier != "probabilistic":
             raise ValueError(
-                f"meter.tier: is 'dither', but quantizer {self.quantizer.name!r} has no dither law; "
-                "allowed: 'auto', 'witness', or a dithered quantizer such as 'int8_dither'"
+                f"meter.tier: is 'probabilistic', but quantizer {self.quantizer.name!r} has no dither law; "
+                "allowed: 'auto', 'deterministic', or a dithered quantizer such as 'int8_dither'"
             )
-        if self.meter.sketch_bits and self.meter.tier == "dither":
+        if self.meter.sketch_bits and self.meter.tier == "probabilistic":
             raise ValueError(
-                f"meter.sketch_bits: is {self.meter.sketch_bits}, but meter.tier is 'dither', whose bound is from the "
-                "law and not from sketches; allowed: 0, or meter.tier 'auto' or 'witness'"
+                f"meter.sketch_bits: is {self.meter.sketch_bits}, but meter.tier is 'probabilistic', whose bound is "
+                "from the law and not from sketches; allowed: 0, or meter.tier 'auto' or 'deterministic'"
             )
         if self.meter.sketch_bits and self.quantizer.storage == "packed":
             raise ValueError(
@@ -288,7 +288,7 @@ class Policy(_Section):
     def _choose_sketch(self) -> None:
         """Without a sketch a gate has to restore nearly every block of a coarse quantizer; see docs/meter.md, 2."""
         if self.meter.sketch_bits is None:
-            usable = self.meter.tier != "dither" and self.quantizer.storage == "simulated"
+            usable = self.meter.tier != "probabilistic" and self.quantizer.storage == "simulated"
             bits = GATE_SKETCH_BITS if self._gate.repairs and usable else 0
             self.__dict__["meter"] = self.meter.model_copy(update={"sketch_bits": bits})
 
@@ -316,14 +316,14 @@ class Policy(_Section):
     @property
     def meters_engine(self) -> bool:
         """Whether the engine's own cache is metered by reading it back (quantizer.name: engine)."""
-        return isinstance(self._quantizer, EngineCache)
+        return isinstance(self._quantizer, EnginePrecision)
 
     @property
     def tier(self) -> Tier:
         """The tier the meter claims: meter.tier, or with 'auto' the quantizer's own, deterministic with sketches."""
         if self.meter.tier != "auto":
             return self.meter.tier
-        return "witness" if self.sketch_bits else self._quantizer.tier
+        return "deterministic" if self.sketch_bits else self._quantizer.tier
 
     def build_quantizer(self) -> Quantizer:
         """The quantizer with its parameters; quantizers are frozen, so it is always the same one."""

@@ -10,7 +10,7 @@ from witcert_core.quantizers.base import (
     Quantizer,
 )
 from witcert_core.quantizers.cast import Float8E4M3Cast, Float8E5M2Cast, NoQuantizer
-from witcert_core.quantizers.engine import EngineCache
+from witcert_core.quantizers.engine import EnginePrecision
 from witcert_core.quantizers.function import quantizer
 from witcert_core.quantizers.int8_dither import Int8Dither, Int8DitherBypass, Int8DitherWitness
 from witcert_core.quantizers.registry import REGISTRY, QuantizerRegistry
@@ -18,7 +18,7 @@ from witcert_core.quantizers.token_group import Int2TokenGroup, Int4TokenGroup, 
 
 for _builtin in (
     NoQuantizer,
-    EngineCache,
+    EnginePrecision,
     Float8E4M3Cast,
     Float8E5M2Cast,
     Int8TokenGroup,

@@ -20,7 +20,7 @@ from witcert_core.quantizers.rotary import RotarySpec
 Kind = Literal["k", "v"]
 Space = Literal["post_rope", "pre_rope"]
 State = Literal["none", "request"]
-Tier = Literal["witness", "dither"]
+Tier = Literal["deterministic", "probabilistic"]
 
 KINDS: tuple[Kind, ...] = ("k", "v")
 
@@ -31,7 +31,7 @@ class QuantContext:
 
     head_ids: the *global* ids of the H local KV heads, so that a head gives the same codes on any TP rank.
     storage_dtype: the dtype the cache keeps the result in (the caller casts to it afterwards).
-    row_ids [N] int64 and dither_key: only there for dithered quantizers.
+    pass_ids [N] int64 and dither_key: only there for dithered quantizers.
     state [N, H, W] float32: only there for calibrated ones, what `calibrate` made of each token's own request.
     """
 
@@ -39,7 +39,7 @@ class QuantContext:
     head_dim: int
     rotary: RotarySpec
     storage_dtype: torch.dtype
-    row_ids: Tensor | None = None
+    pass_ids: Tensor | None = None
     dither_key: DitherKey | None = None
     state: Tensor | None = None
 
@@ -54,7 +54,7 @@ class Quantizer(ABC):
                       what they are)
       token_group     tokens quantized together, positions i * token_group onwards; handed over whole once it is closed
       state           "request" if codes depend on a calibration over the first tokens of the request
-      tier            "dither" if the error follows the dither law, else "witness"
+      tier            "probabilistic" if the error follows the dither law, else "deterministic"
       kinds_alike     whether values are quantized as keys are: both of a token may then come as two tokens of kind
                       "k" in one call; only for quantizers of post-RoPE keys that take each token by itself
       stored_witness  whether the cache keeps one residual norm per group beside the codes
@@ -64,7 +64,7 @@ class Quantizer(ABC):
     space: ClassVar[Space] = "post_rope"
     token_group: ClassVar[int] = 1
     state: ClassVar[State] = "none"
-    tier: ClassVar[Tier] = "witness"
+    tier: ClassVar[Tier] = "deterministic"
     kinds_alike: ClassVar[bool] = False
     stored_witness: ClassVar[bool] = False
 
@@ -113,7 +113,7 @@ class Encoded:
 class DitheredQuantizer(Quantizer):
     """A quantizer with subtractive dither, whose error law gives radii without a stored witness."""
 
-    tier: ClassVar[Tier] = "dither"
+    tier: ClassVar[Tier] = "probabilistic"
 
     @abstractmethod
     def encode(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Encoded:
@@ -196,7 +196,7 @@ class CodedQuantizer(Quantizer):
 
 def check_kinds_alike(quantizer: Quantizer) -> None:
     """Raise QuantizerError for a quantizer that says `kinds_alike` and needs to know keys from values all the same."""
-    flags = {"space": "post_rope", "token_group": 1, "state": "none", "tier": "witness", "recent_tokens": 0}
+    flags = {"space": "post_rope", "token_group": 1, "state": "none", "tier": "deterministic", "recent_tokens": 0}
     if quantizer.kinds_alike and any(getattr(quantizer, flag) != value for flag, value in flags.items()):
         raise QuantizerError(f"quantizer {quantizer.name!r}: kinds_alike needs {flags}; leave kinds_alike false")
 

@@ -76,7 +76,7 @@ class _Case:
         self.x[:, 1, 0] += 40.0  # an outlier channel, as key biases make
         self.x[1, 0, :] = 0.0
         self.x[2, 0, :] = 0.75
-        self.row_ids = torch.arange(1, self.num_tokens + 1)
+        self.pass_ids = torch.arange(1, self.num_tokens + 1)
         prefix = (quantizer.calibration_tokens, num_heads, head_dim)
         self.prefix = torch.randn(prefix, generator=generator)
         self.prefix[:, 1, 0] += 40.0
@@ -108,15 +108,15 @@ class _Case:
         if state is not None:
             local = [self.head_ids.index(head) for head in heads]
             state = state[local].expand(len(index), -1, -1)
-        return replace(self.context(self.row_ids[index], heads), state=state)
+        return replace(self.context(self.pass_ids[index], heads), state=state)
 
-    def context(self, row_ids: Tensor, heads: tuple[int, ...]) -> QuantContext:
+    def context(self, pass_ids: Tensor, heads: tuple[int, ...]) -> QuantContext:
         return QuantContext(
             head_ids=heads,
             head_dim=self.head_dim,
             rotary=RotarySpec(self.head_dim),
             storage_dtype=torch.bfloat16,
-            row_ids=row_ids,
+            pass_ids=pass_ids,
             dither_key=DitherKey(seed=11, nonce=5),
         )
 
@@ -139,7 +139,7 @@ def _check_form(case: _Case, kind: Kind) -> None:
 
 def _check_encoding(case: _Case, quantizer: DitheredQuantizer, kind: Kind, result: Tensor) -> None:
     positions = case.positions
-    ctx = case.context(case.row_ids, case.head_ids)
+    ctx = case.context(case.pass_ids, case.head_ids)
     encoded = quantizer.encode(case.x, kind=kind, layer=_LAYER, positions=positions, ctx=ctx)
     scales_shape = (*case.x.shape[:2], num_groups(case.head_dim))
     _require(
@@ -156,7 +156,7 @@ def _check_encoding(case: _Case, quantizer: DitheredQuantizer, kind: Kind, resul
         kind=kind,
         layer=_LAYER,
         positions=positions,
-        ctx=case.context(case.row_ids + 100, case.head_ids),
+        ctx=case.context(case.pass_ids + 100, case.head_ids),
     )
     # The law is claimed of keys; values have a deterministic bound and need no dither.
     _require(kind == "v" or not torch.equal(other, result), "another dither row gives the same keys")

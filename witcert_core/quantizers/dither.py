@@ -21,7 +21,7 @@ GROUP = 32
 """Channels that share one scale."""
 GRID_BITS = 8
 """The dither takes 2^GRID_BITS equally likely values."""
-MAX_ROW_ID = 2**32 - 1
+MAX_PASS_ID = 2**32 - 1
 """Row ids are uint32; 0 means never written, and this last one is never issued."""
 
 _ROUND_MULT = (0xD2511F53, 0xCD9E8D57)
@@ -86,11 +86,11 @@ class DitherKey:
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def rows(key: DitherKey, row_ids: Tensor, layer: int, head_ids: Sequence[int], head_dim: int) -> Tensor:
+def rows(key: DitherKey, pass_ids: Tensor, layer: int, head_ids: Sequence[int], head_dim: int) -> Tensor:
     """Dither of each row and head, float32 ``[N, H, D]`` on the grid ``(j + 1/2)/256 - 1/2``.
 
     Args:
-        row_ids: int64 ``[N]``, forward-pass counters in ``1..2^32-2``.
+        pass_ids: int64 ``[N]``, forward-pass counters in ``1..2^32-2``.
         layer: layer index of the whole model.
         head_ids: **global** KV head of each of this rank's ``H`` heads.
         head_dim: ``D``.
@@ -101,14 +101,14 @@ def rows(key: DitherKey, row_ids: Tensor, layer: int, head_ids: Sequence[int], h
     for name, value in (("layer", layer), *(("head id", x) for x in head_ids)):
         if not 0 <= value <= _WORD:
             raise InputError(f"{name} is {value}; it must be a uint32 counter word")
-    if row_ids.numel() and not 0 <= int(row_ids.min()) <= int(row_ids.max()) <= MAX_ROW_ID:
+    if pass_ids.numel() and not 0 <= int(pass_ids.min()) <= int(pass_ids.max()) <= MAX_PASS_ID:
         raise InputError(
-            f"row ids run from {int(row_ids.min())} to {int(row_ids.max())}; "
-            f"beyond 0..{MAX_ROW_ID} a row would repeat, so refuse the write"
+            f"row ids run from {int(pass_ids.min())} to {int(pass_ids.max())}; "
+            f"beyond 0..{MAX_PASS_ID} a row would repeat, so refuse the write"
         )
-    device = row_ids.device
+    device = pass_ids.device
     blocks = -(-head_dim // 16)
-    ids = row_ids.to(torch.int64).reshape(-1, 1, 1)
+    ids = pass_ids.to(torch.int64).reshape(-1, 1, 1)
     heads = torch.as_tensor(list(head_ids), dtype=torch.int64, device=device).reshape(1, -1, 1)
     block = torch.arange(blocks, device=device).reshape(1, 1, -1)
     words = philox4x32((ids, torch.tensor(layer, device=device), heads, block), key.words())

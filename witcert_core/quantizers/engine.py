@@ -11,7 +11,7 @@ from witcert_core.quantizers.base import Kind, QuantContext, Quantizer, check_in
 
 
 @dataclass(frozen=True)
-class EngineCache(Quantizer):
+class EnginePrecision(Quantizer):
     """Names the engine's own quantization (`--kv-cache-dtype`); exact is what the model handed over.
 
     Simulated it is no quantizer at all: keys and values go to the engine as they are.

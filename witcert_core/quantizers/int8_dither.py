@@ -27,14 +27,14 @@ class Int8Dither(DitheredQuantizer):
 
     def encode(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Encoded:
         check_input(self.name, x, kind, positions, ctx)
-        if ctx.row_ids is None or ctx.dither_key is None:
+        if ctx.pass_ids is None or ctx.dither_key is None:
             raise QuantizerError(
-                f"quantizer {self.name!r}: the context has no row_ids or no dither_key; "
+                f"quantizer {self.name!r}: the context has no pass_ids or no dither_key; "
                 "the engine adapter must give both for a dithered quantizer"
             )
         u = torch.zeros(1, device=x.device)
         if kind == "k":
-            u = rows(ctx.dither_key, ctx.row_ids, layer, ctx.head_ids, ctx.head_dim)
+            u = rows(ctx.dither_key, ctx.pass_ids, layer, ctx.head_ids, ctx.head_dim)
         codes, scales = quantize_int8(x, u)
         return Encoded(codes, scales, dequantize_int8(codes, scales, u))
 

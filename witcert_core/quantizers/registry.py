@@ -128,17 +128,17 @@ def _check_class(cls: object) -> None:
             )
     if not isinstance(cls.token_group, int) or cls.token_group < 1:
         raise QuantizerError(f"cannot register {where}: token_group is {cls.token_group!r}; expected >= 1")
-    if (cls.tier == "dither") != issubclass(cls, DitheredQuantizer):
+    if (cls.tier == "probabilistic") != issubclass(cls, DitheredQuantizer):
         raise QuantizerError(
             f"cannot register {where}: tier is {cls.tier!r}, but only a DitheredQuantizer, whose error "
-            "follows the dither law by construction, has tier 'dither'"
+            "follows the dither law by construction, has tier 'probabilistic'"
         )
     if (cls.state == "request") != issubclass(cls, CalibratedQuantizer):
         raise QuantizerError(
             f"cannot register {where}: state is {cls.state!r}, but a CalibratedQuantizer, which says what it is "
             "calibrated on, is what has state 'request'"
         )
-    if cls.tier == "dither" and (cls.space != "post_rope" or cls.token_group != 1 or cls.state != "none"):
+    if cls.tier == "probabilistic" and (cls.space != "post_rope" or cls.token_group != 1 or cls.state != "none"):
         raise QuantizerError(
             f"cannot register {where}: a dithered quantizer on {cls.space} keys, groups of {cls.token_group} and "
             f"state {cls.state!r}; the dither's law is known for single tokens after RoPE without state"

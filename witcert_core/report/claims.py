@@ -21,10 +21,18 @@ def claim(tier: Tier, delta: float, cells_beside: int, cells_undithered: int, wi
     without_law: why nothing is claimed of this request under the dither law, though it is of others; or ''.
     """
     if without_law:
-        return f"tier W: deterministic, any query (no tier D for this request: {without_law}); {LOCAL}"
-    if tier == "witness":
-        return f"tier W: deterministic, any query; {LOCAL}"
-    law = f"tier D: probability >= 1-{delta:g}, {NON_ADAPTIVE}"
-    beside = "tier W (deterministic, any query) beside it" if cells_beside else "tier W was not measured beside it"
-    beyond = f"; {cells_undithered} cells beyond the declared rows have tier W alone" if cells_undithered else ""
+        return f"deterministic tier: any query (no probabilistic tier for this request: {without_law}); {LOCAL}"
+    if tier == "deterministic":
+        return f"deterministic tier: any query; {LOCAL}"
+    law = f"probabilistic tier: probability >= 1-{delta:g}, {NON_ADAPTIVE}"
+    beside = (
+        "the deterministic tier (any query) beside it"
+        if cells_beside
+        else "the deterministic tier was not measured beside it"
+    )
+    beyond = (
+        f"; {cells_undithered} cells beyond the declared rows have the deterministic tier alone"
+        if cells_undithered
+        else ""
+    )
     return f"{law}; {beside}{beyond}; {LOCAL}"

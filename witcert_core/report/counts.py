@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from witcert_core.policy.gates import CellStatus
 
 LAYER_NOT_METERED = "layer excluded from metering"
-LAW_WITHDRAWN = "measured under tier D, which does not hold for this request"
+LAW_WITHDRAWN = "measured under the probabilistic tier, which does not hold for this request"
 PARTLY_MEASURED = "row measured in some layers only"
 EXACT = "exact"
 """In the place of a worst bound: whatever these cells read was exact."""
@@ -116,7 +116,7 @@ class AuditCounts:
 
 
 @dataclass
-class BesideCounts:
+class DeterministicCounts:
     """The deterministic bounds of cells whose meter used the dither law."""
 
     cells: int = 0
@@ -181,7 +181,7 @@ class RequestState:
     tier_cells: Counter[str] = field(default_factory=Counter)
     verdicts: Counter[CellStatus] = field(default_factory=Counter)
     audit: AuditCounts = field(default_factory=AuditCounts)
-    beside: BesideCounts = field(default_factory=BesideCounts)
+    beside: DeterministicCounts = field(default_factory=DeterministicCounts)
     sample: SampleCounts = field(default_factory=SampleCounts)
 
     def __post_init__(self) -> None:
@@ -225,7 +225,7 @@ class RequestState:
         self.damaged_cells += damaged
         self._certified_by_layer[layer] += certified
         delta_loc = float(cells.delta_loc[row])
-        self.tier_cells["dither" if delta_loc > 0 else "witness"] += meter.numel()
+        self.tier_cells["probabilistic" if delta_loc > 0 else "deterministic"] += meter.numel()
         if delta_loc > 0:
             self.delta_spent = math.nextafter(self.delta_spent + delta_loc * every.numel(), math.inf)
         self._rows_by_layer[layer] += 1
@@ -279,7 +279,7 @@ class RequestState:
 
         Rows whose cells were counted under it are unknown then; what audits found, was repaired and spent stays.
         """
-        if not self.tier_cells["dither"]:
+        if not self.tier_cells["probabilistic"]:
             self.without_law = why
             return self
         left = RequestState(self.num_layers, self.num_heads, self.num_forms, without_law=why)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from witcert_core.cache.schedule import ClosingRule
+from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.errors import ReportError
 from witcert_core.meter.bounds import FORM_NAMES
 from witcert_core.policy.gates import CellStatus
@@ -63,7 +63,7 @@ class RequestLedger:
         self._num_layers = num_layers
         self._num_heads = num_qo_heads
         self._head_offset = head_offset
-        self._waits_for = ClosingRule.of(policy.build_quantizer()).waits_for() or None
+        self._waits_for = QuantizeSchedule.of(policy.build_quantizer()).waits_for() or None
         self._excluded = dict(layers_excluded or {})
         self._exempt = dict(layers_exempt or {})
         for layer in (*self._excluded, *self._exempt):
@@ -88,12 +88,12 @@ class RequestLedger:
         cells: CellBatch,
         row: int,
         *,
-        witness_cells: CellBatch | None = None,
+        deterministic_cells: CellBatch | None = None,
         repaired_blocks: int = 0,
     ) -> None:
         """Count row `row` of a measured batch: the H cells of one query row in one layer.
 
-        step: the row's 1-based number in its request. witness_cells: the same rows under deterministic radii,
+        step: the row's 1-based number in its request. deterministic_cells: the same rows under deterministic radii,
         where `cells` used the dither law.
         """
         self._check_layer(layer)
@@ -102,17 +102,17 @@ class RequestLedger:
             raise ReportError(f"layer {layer}: the batch has {heads} query heads, the ledger {self._num_heads}")
         state = self._state(request_id)
         if state.without_law and float(cells.delta_loc[row]) > 0:
-            if witness_cells is None:
+            if deterministic_cells is None:
                 state.count_lost(layer, LAW_WITHDRAWN)
                 return
-            cells, witness_cells = witness_cells, None
+            cells, deterministic_cells = deterministic_cells, None
         seen = state.observe(cells, row, layer, step, position, self._policy.gate.tau)
-        if witness_cells is not None:
-            state.observe_beside(witness_cells, row, self._policy.gate.tau, cells)
+        if deterministic_cells is not None:
+            state.observe_beside(deterministic_cells, row, self._policy.gate.tau, cells)
         if self._metrics is not None:
             self._metrics.cells_measured(self._policy.quantizer.name, seen)
         if self._on_cell or (self._jsonl is not None and self._policy.report.cells != "none"):
-            tier: Tier = "dither" if float(cells.delta_loc[row]) > 0 else "witness"
+            tier: Tier = "probabilistic" if float(cells.delta_loc[row]) > 0 else "deterministic"
             offset = self._head_offset
             event = CellEvent(request_id, layer, step, position, tier, offset, cells, row, repaired_blocks)
             self._emit(event, seen)
@@ -246,7 +246,7 @@ class RequestLedger:
         unknown = self._unknown_cells(state)
         measured = state.cells_measured
         worst = state.worst
-        dither = policy.tier == "dither" and not state.without_law
+        dither = policy.tier == "probabilistic" and not state.without_law
         certified = 0 if state.void else state.tv_certified_cells
         beside = state.beside.as_dict()
         if beside is not None and state.void:
@@ -256,11 +256,15 @@ class RequestLedger:
             "request_id": request_id,
             "engine": self._engine,
             "quantizer": policy.quantizer.name,
-            "tier": "dither" if dither else "witness",
+            "tier": "probabilistic" if dither else "deterministic",
             "claim": VOID
             if state.void
             else claim(
-                policy.tier, policy.meter.delta, state.beside.cells, state.tier_cells["witness"], state.without_law
+                policy.tier,
+                policy.meter.delta,
+                state.beside.cells,
+                state.tier_cells["deterministic"],
+                state.without_law,
             ),
             "tau": policy.gate.tau,
             "rows_seen": state.rows_metered + state.unknown_rows,
@@ -292,7 +296,7 @@ class RequestLedger:
             "out_bound_rel_max": None if not measured else json_number(state.out_bound_rel_max),
             "out_unbounded_layers": sorted(state.out_unbounded_layers),
             "tier_cells": dict(state.tier_cells),
-            "tier_w_beside": beside,
+            "deterministic_beside": beside,
             "delta": {"request": policy.meter.delta if dither else 0.0, "spent": state.delta_spent},
             "audit": state.audit.as_dict(self._head_offset),
             "sample": state.sample.as_dict(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from witcert_core.cache.schedule import ClosingRule
+from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.report.claims import NON_ADAPTIVE
 from witcert_core.report.text import format_bytes
 from witcert_core.serving.runtime import Runtime
@@ -19,7 +19,11 @@ def banner(runtime: Runtime, *, answers: str, metrics: str, note: str = "") -> s
     status, policy, geometry = runtime.status(), runtime.policy, runtime.geometry
     metered, quantized = status["layers_metered"], status["layers_quantized"]
     cells = len(metered) * geometry.total_qo_heads
-    claim = f"probabilistic, {NON_ADAPTIVE}; tier W beside it" if runtime.uses_dither else "deterministic, any query"
+    claim = (
+        f"probabilistic, {NON_ADAPTIVE}; the deterministic tier beside it"
+        if runtime.uses_dither
+        else "deterministic, any query"
+    )
     lines = [
         f"WitCert meters this server: {status['quantizer']} in a {status['pool_dtype']} pool, {geometry.backend}",
         f"  cells a metered row : {cells} ({len(metered)} of {len(geometry.layers)} layers "
@@ -29,7 +33,7 @@ def banner(runtime: Runtime, *, answers: str, metrics: str, note: str = "") -> s
         f"  audited             : {audited(policy.meter.audit_every, status)}",
         *sketched(status),
         f"  prefill reads       : {policy.prefill_reads}",
-        f"  tokens quantized    : {ClosingRule.of(runtime.quantizer).describe()}",
+        f"  tokens quantized    : {QuantizeSchedule.of(runtime.quantizer).describe()}",
         f"  memory              : {format_bytes(status['bytes_witness'])} of witnesses and row ids, "
         f"{format_bytes(status['bytes_audit_copies'])} of exact copies for the audit",
         f"  gate                : {gate(status)}",
@@ -79,9 +83,9 @@ def sketched(status: dict[str, Any]) -> list[str]:
 
 
 def gate(status: dict[str, Any]) -> str:
-    if not status["shadow_slots"]:
+    if not status["copy_slots"]:
         return f"{status['gate']} (measures only)"
-    copies = f"{format_bytes(status['bytes_shadow'])} of exact copies for {status['shadow_slots']} slots"
+    copies = f"{format_bytes(status['bytes_copies'])} of exact copies for {status['copy_slots']} slots"
     return f"{status['gate']}, {copies}"
 
 

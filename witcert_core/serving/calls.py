@@ -20,7 +20,7 @@ class AttentionCall:
     int64, where they go; positions [N]. sinks [H] or None; window_left negative for no window.
     run(k, v): the engine's own attention with these in place of the new tokens' keys and values, which it writes into
     its pool; run(None, None) with what the model handed over. Its result is the layer's output, whatever its shape.
-    reads_stored: whether the new tokens read their quantized selves (decode, and chunks under
+    attends_quantized: whether the new tokens read their quantized selves (decode, and chunks under
     `prefill_reads: stored`): one answer for all, or [N] bool where decode rows and chunks share a pass.
     arithmetic: of the engine's kernel, where more is known of it than the dtypes say.
     """
@@ -33,7 +33,7 @@ class AttentionCall:
     positions: Tensor
     sm_scale: float
     run: Callable[[Tensor | None, Tensor | None], Tensor]
-    reads_stored: bool | Tensor
+    attends_quantized: bool | Tensor
     logits_soft_cap: float = 0.0
     window_left: int = -1
     sinks: Tensor | None = None
@@ -42,17 +42,17 @@ class AttentionCall:
     @property
     def early(self) -> Tensor:
         """[N] bool: tokens whose quantized selves are read in this pass already."""
-        if isinstance(self.reads_stored, Tensor):
-            return self.reads_stored
-        return torch.full((self.slots.numel(),), self.reads_stored, device=self.slots.device)
+        if isinstance(self.attends_quantized, Tensor):
+            return self.attends_quantized
+        return torch.full((self.slots.numel(),), self.attends_quantized, device=self.slots.device)
 
     @property
     def alike(self) -> bool | None:
         """What `early` says where it says the same of all tokens, else None."""
-        if not isinstance(self.reads_stored, Tensor):
-            return self.reads_stored
-        first = bool(self.reads_stored[0])
-        return first if bool((self.reads_stored == first).all()) else None
+        if not isinstance(self.attends_quantized, Tensor):
+            return self.attends_quantized
+        first = bool(self.attends_quantized[0])
+        return first if bool((self.attends_quantized == first).all()) else None
 
     @property
     def read_exactly(self) -> AttentionCall | None:
@@ -69,17 +69,17 @@ class AttentionCall:
 
 
 @dataclass(frozen=True)
-class Coded:
+class Quantized:
     """What a quantizer made of a tensor: values [N, Hkv, D] float32 the cache gives back and, dithered, codes."""
 
     values: Tensor
     codes: Encoded | None
 
-    def part(self, chosen: Tensor) -> Coded:
+    def part(self, chosen: Tensor) -> Quantized:
         """That of the `chosen` [N] bool tokens."""
         if bool(chosen.all()):
             return self
         codes = self.codes
         if codes is not None:
             codes = Encoded(codes.codes[chosen], codes.scales[chosen], codes.values[chosen])
-        return Coded(self.values[chosen], codes)
+        return Quantized(self.values[chosen], codes)

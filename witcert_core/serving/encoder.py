@@ -21,7 +21,7 @@ from witcert_core.quantizers.base import (
 )
 from witcert_core.quantizers.dither import DitherKey
 from witcert_core.quantizers.rotary import RotaryTable
-from witcert_core.serving.calls import Coded
+from witcert_core.serving.calls import Quantized
 from witcert_core.serving.geometry import Geometry
 
 Tables = Callable[[int], RotaryTable]
@@ -29,7 +29,7 @@ Tables = Callable[[int], RotaryTable]
 
 
 class Encoder:
-    """One process's quantizer. `row_ids` [SLOTS] int64: the pass in which a slot was written, 0 for never.
+    """One process's quantizer. `pass_ids` [SLOTS] int64: the pass in which a slot was written, 0 for never.
 
     tables: the engine's rotary embeddings; UnsupportedError if a quantizer of pre-RoPE keys comes without.
     """
@@ -38,7 +38,7 @@ class Encoder:
         self,
         quantizer: Quantizer,
         geometry: Geometry,
-        row_ids: Tensor,
+        pass_ids: Tensor,
         dither_key: DitherKey,
         tables: Tables | None = None,
     ) -> None:
@@ -50,7 +50,7 @@ class Encoder:
         check_kinds_alike(quantizer)
         self.quantizer = quantizer
         self.geometry = geometry
-        self.row_ids = row_ids
+        self.pass_ids = pass_ids
         self.dither_key = dither_key
         self.tables = tables
         self._contexts: dict[Kind, QuantContext] = {kind: self._context(kind) for kind in KINDS}
@@ -63,7 +63,7 @@ class Encoder:
         exact_k: Tensor,
         exact_v: Tensor,
         states: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> tuple[Coded, Coded]:
+    ) -> tuple[Quantized, Quantized]:
         """Tokens of `slots` [N]: exact_k [N, Hkv, D] and exact_v [N, Hkv, Dv] in the pool's dtype.
 
         states: of a calibrated quantizer, for keys and values, [N, Hkv, W] each.
@@ -78,10 +78,10 @@ class Encoder:
                 positions=positions,
                 ctx=k,
             )
-            return Coded(keys, None), Coded(values, None)
-        if self.quantizer.tier == "dither":
-            rows, key = self.row_ids[slots], self.dither_key
-            k, v = replace(k, row_ids=rows, dither_key=key), replace(v, row_ids=rows, dither_key=key)
+            return Quantized(keys, None), Quantized(values, None)
+        if self.quantizer.tier == "probabilistic":
+            rows, key = self.pass_ids[slots], self.dither_key
+            k, v = replace(k, pass_ids=rows, dither_key=key), replace(v, pass_ids=rows, dither_key=key)
         if states[0] is not None or states[1] is not None:
             k, v = replace(k, state=states[0]), replace(v, state=states[1])
         return self._coded("k", exact_k, layer, positions, k), self._coded("v", exact_v, layer, positions, v)
@@ -112,14 +112,14 @@ class Encoder:
     def _table(self, layer: int) -> RotaryTable | None:
         return self.tables(layer) if self.tables is not None and self.quantizer.space == "pre_rope" else None
 
-    def _coded(self, kind: Kind, exact: Tensor, layer: int, positions: Tensor, ctx: QuantContext) -> Coded:
+    def _coded(self, kind: Kind, exact: Tensor, layer: int, positions: Tensor, ctx: QuantContext) -> Quantized:
         x = exact.to(torch.float32)
         if isinstance(self.quantizer, DitheredQuantizer):
             # A copy: a quantizer that wrote into its input would be measured against its own result.
             codes = self.quantizer.encode(x.clone(), kind=kind, layer=layer, positions=positions, ctx=ctx)
-            return Coded(codes.values, codes)
+            return Quantized(codes.values, codes)
         table = self._table(layer)
         values = apply.fake_quantize(
             self.quantizer, x, kind=kind, layer=layer, positions=positions, ctx=ctx, table=table
         )
-        return Coded(values, None)
+        return Quantized(values, None)

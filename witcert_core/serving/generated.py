@@ -1,4 +1,4 @@
-"""Which slots of the pool hold tokens that this server sampled: tier D says nothing to a request that reads others'.
+"""Which slots hold tokens that this server sampled: a request that reads another's has no probabilistic tier.
 
 A sampled token depends on the dither of the keys it was sampled over. A request whose cached prefix holds such tokens
 has a text that may depend on the dither of that prefix, so only the deterministic tier is claimed for it.

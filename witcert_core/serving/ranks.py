@@ -47,15 +47,15 @@ class Ranks:
         if self.size == 1 or not step.rows:
             return step if self.reports else None
         parts: list[Any] | None = [None] * self.size if self.reports else None
-        mine = (step.layers, step.witness_layers, step.verdicts, step.lost, step.truths, step.sketched)
+        mine = (step.layers, step.deterministic_layers, step.verdicts, step.lost, step.truths, step.sketched)
         dist.gather_object(mine, parts, dst=self._root, group=self._group)
         if parts is None:
             return None
-        layers, witness_layers, verdicts, lost, truths, sketched = zip(*parts, strict=True)
+        layers, deterministic_layers, verdicts, lost, truths, sketched = zip(*parts, strict=True)
         return replace(
             step,
             layers=all_heads(layers),
-            witness_layers=all_heads(witness_layers),
+            deterministic_layers=all_heads(deterministic_layers),
             verdicts=[Verdict.joined(same) for same in zip(*verdicts, strict=True)],
             lost=dict(item for part in lost for item in part.items()),
             truths={
@@ -74,10 +74,10 @@ class Ranks:
 def all_heads(parts: Sequence[dict[int, CellBatch]]) -> dict[int, CellBatch]:
     """The same rows with the heads of all ranks side by side, in every layer that all of them measured."""
     common = [layer for layer in parts[0] if all(layer in part for part in parts)]
-    return {layer: side_by_side([part[layer] for part in parts]) for layer in common}
+    return {layer: batch_rows([part[layer] for part in parts]) for layer in common}
 
 
-def side_by_side(batches: Sequence[CellBatch]) -> CellBatch:
+def batch_rows(batches: Sequence[CellBatch]) -> CellBatch:
     first = batches[0]
     joined = {}
     for field in fields(CellBatch):

@@ -97,7 +97,7 @@ class Runtime:
             audit_every=meter.audit_every,
             stored_prefill=policy.prefill_reads == "stored",
         )
-        self.uses_dither = policy.tier == "dither"
+        self.uses_dither = policy.tier == "probabilistic"
         self.budget = Budget(
             delta=meter.delta,
             num_layers=len(self.metered_layers),
@@ -109,9 +109,9 @@ class Runtime:
             self._ledger = make_ledger(engine, policy, geometry.layers, geometry.total_qo_heads, metrics)
         # The nonce makes the rows of two runs differ; it need not be remembered, the codes die with the pool.
         nonce = self.ranks.from_root(secrets.randbits(63))
-        self.row_ids = torch.zeros(geometry.num_slots, dtype=torch.int64, device=geometry.device)  # 0: never written
+        self.pass_ids = torch.zeros(geometry.num_slots, dtype=torch.int64, device=geometry.device)  # 0: never written
         self.generated = GeneratedSlots(geometry.num_slots, geometry.device) if self.uses_dither else None
-        self.encoder = Encoder(quantizer, geometry, self.row_ids, DitherKey(seed=0, nonce=nonce, dp_rank=0), tables)
+        self.encoder = Encoder(quantizer, geometry, self.pass_ids, DitherKey(seed=0, nonce=nonce, dp_rank=0), tables)
         self.sampled = sampled_copies(policy, geometry, self.ranks)
         self.sketched = sampled_sketches(policy, quantizer, geometry, self.ranks)
         self.cache = make_cache(self.encoder)
@@ -131,7 +131,7 @@ class Runtime:
                 f"{self.passes} forward passes are done and every dither row id is used; restart the server"
             )
         self.passes += 1
-        self.row_ids[out_slots] = self.passes
+        self.pass_ids[out_slots] = self.passes
         self.attention_calls = 0
         self.cache.begin_pass(out_slots, [r.slots for r in requests])
         plan = self.planner.plan(requests)
@@ -249,10 +249,10 @@ class Runtime:
     def status(self) -> dict[str, Any]:
         """What is metered, for the start-up handshake, the banner and `/witcert/status`."""
         g = self.geometry
-        of_slots = self.row_ids.nbytes + (0 if self.generated is None else self.generated.nbytes)
+        of_slots = self.pass_ids.nbytes + (0 if self.generated is None else self.generated.nbytes)
         return {
             "quantizer": self.quantizer.name,
-            "tier": "dither" if self.uses_dither else "witness",
+            "tier": "probabilistic" if self.uses_dither else "deterministic",
             "backend": g.backend,
             "pool_dtype": str(g.pool_dtype).removeprefix("torch."),
             "num_layers": len(g.layers),

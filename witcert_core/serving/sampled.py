@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from witcert_core.cache.exact_copies import ShadowStore
-from witcert_core.cache.side_rows import SideRows
+from witcert_core.cache.copy_index import CopyIndex
+from witcert_core.cache.exact_copies import ExactCopies
 from witcert_core.errors import UnsupportedError
 from witcert_core.meter.truth import Truth, compare
 from witcert_core.policy.model import Policy
@@ -73,7 +73,7 @@ class SampledTokens:
     no_room = NO_ROOM
     evicted: str
 
-    def __init__(self, sample: RequestSample, index: SideRows, layers: Sequence[int]) -> None:
+    def __init__(self, sample: RequestSample, index: CopyIndex, layers: Sequence[int]) -> None:
         self.sample = sample
         self.index = index
         self.layers = frozenset(layers)
@@ -159,7 +159,7 @@ class SampledCopies(SampledTokens):
 
     prefix, evicted = PREFIX, EVICTED
 
-    def __init__(self, sample: RequestSample, copies: ShadowStore, layers: Sequence[int]) -> None:
+    def __init__(self, sample: RequestSample, copies: ExactCopies, layers: Sequence[int]) -> None:
         super().__init__(sample, copies, layers)
         self.copies = copies
 
@@ -228,7 +228,7 @@ def sampled_copies(policy: Policy, geometry: Geometry, ranks: Ranks) -> SampledC
             f"meter.share_bytes is {meter.share_bytes}; one token of this model takes {per_token} bytes: allow that, "
             "or set meter.audit_share to 0"
         )
-    copies = ShadowStore(
+    copies = ExactCopies(
         layers=layers,
         num_slots=geometry.num_slots,
         num_rows=meter.share_bytes // per_token,

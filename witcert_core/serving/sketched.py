@@ -23,8 +23,8 @@ from torch import Tensor
 
 from witcert_core.cache.bands import band_map
 from witcert_core.cache.capacity import choose_bands
-from witcert_core.cache.side_rows import NO_ROW, SideRows
-from witcert_core.cache.witness_store import SlotStore
+from witcert_core.cache.copy_index import NO_COPY, CopyIndex
+from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.errors import UnsupportedError
 from witcert_core.meter.audit import FormatError
 from witcert_core.meter.measure import Summed, bound_cells, measure_rows
@@ -55,7 +55,7 @@ class SampledSketches(SampledTokens):
     prefix, no_room, evicted = PREFIX, NO_ROOM, EVICTED
 
     def __init__(
-        self, sample: RequestSample, index: SideRows, store: SlotStore, layers: Sequence[int], form: str = "auto"
+        self, sample: RequestSample, index: CopyIndex, store: WitnessStore, layers: Sequence[int], form: str = "auto"
     ) -> None:
         super().__init__(sample, index, layers)
         self.store = store
@@ -72,7 +72,7 @@ class SampledSketches(SampledTokens):
         super()._claim(slots)
         rows = self.index.rows(slots)
         for layer in self.store.layers:  # should the pass fail, what the rows said of other tokens must not be left
-            self.store.mark_unknown(layer, rows[rows != NO_ROW])
+            self.store.mark_unknown(layer, rows[rows != NO_COPY])
 
     def plan(self, plan: RowPlan, requests: Sequence[RequestPass]) -> tuple[RowPlan, Counter[tuple[int, str]]]:
         """The plan with rows marked whose every token has a sketch; the sample's other rows, by request and reason."""
@@ -92,7 +92,7 @@ class SampledSketches(SampledTokens):
         if not self._writes or call.layer not in self.layers:
             return
         rows = self.index.rows(call.slots)
-        kept = rows != NO_ROW
+        kept = rows != NO_COPY
         if not bool(kept.any()):
             return
         mine = call.part(kept.to(call.slots.device))
@@ -107,7 +107,7 @@ class SampledSketches(SampledTokens):
         new, self._new = self._new, None
         if new is None:
             return
-        slots = call.slots[(self.index.rows(call.slots) != NO_ROW).to(call.slots.device)]
+        slots = call.slots[(self.index.rows(call.slots) != NO_COPY).to(call.slots.device)]
         stored_k, stored_v = stored(call.layer, slots)
         self._sketch(call.layer, new.slots, (new.exact_k, new.exact_v), (stored_k, stored_v))
 
@@ -116,8 +116,8 @@ class SampledSketches(SampledTokens):
         if not self._holds or layer not in self.layers:
             return
         rows = self.index.rows(slots)
-        kept = (rows != NO_ROW).to(slots.device)
-        self._sketch(layer, rows[rows != NO_ROW], (exact[0][kept], exact[1][kept]), (stored[0][kept], stored[1][kept]))
+        kept = (rows != NO_COPY).to(slots.device)
+        self._sketch(layer, rows[rows != NO_COPY], (exact[0][kept], exact[1][kept]), (stored[0][kept], stored[1][kept]))
 
     def _sketch(self, layer: int, rows: Tensor, exact: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> None:
         exact_k, exact_v, stored_k, stored_v = (_copy(x) for x in (*exact, *stored))
@@ -182,8 +182,8 @@ def sampled_sketches(policy: Policy, quantizer: Quantizer, geometry: Geometry, r
     layers = meter.layers_of(geometry.layers)
     count = choose_bands(quantizer, geometry.rotary, geometry.v_head_dim, SHARE_SKETCH_BITS, meter.bands)
 
-    def store(rows: int) -> SlotStore:
-        return SlotStore(
+    def store(rows: int) -> WitnessStore:
+        return WitnessStore(
             quantizer=quantizer,
             layers=layers,
             num_slots=rows,
@@ -201,6 +201,6 @@ def sampled_sketches(policy: Policy, quantizer: Quantizer, geometry: Geometry, r
             f"meter.share_bytes is {meter.share_bytes}; the sketches of one token of this model take {per_token} "
             "bytes: allow that, or set meter.sketch_share to 0"
         )
-    index = SideRows(geometry.num_slots, meter.share_bytes // per_token)
+    index = CopyIndex(geometry.num_slots, meter.share_bytes // per_token)
     sample = RequestSample(meter.sketch_share, share_seed(policy, ranks), STREAM)
     return SampledSketches(sample, index, store(index.num_rows), layers, meter.form)

@@ -47,8 +47,8 @@ class Verdict:
 class StepCells:
     """All cells of one forward pass: per layer, R rows, in the order of `rows`.
 
-    witness_layers: the same rows under the deterministic radii, when `layers` used the dither law.
-    summed, witness_summed: layers whose bounds are still to be taken, by `settle`.
+    deterministic_layers: the same rows under the deterministic radii, when `layers` used the dither law.
+    summed, deterministic_summed: layers whose bounds are still to be taken, by `settle`.
     without_law: requests of the batch that spend no failure probability, with the reason.
     lost: layers that should have measured these rows and did not, with the reason; their cells are unknown.
     verdicts: what a repairing gate did, one for each layer and request.
@@ -59,9 +59,9 @@ class StepCells:
     request_ids: list[str]
     rows: list[MeteredRow]
     layers: dict[int, CellBatch] = field(default_factory=dict)
-    witness_layers: dict[int, CellBatch] = field(default_factory=dict)
+    deterministic_layers: dict[int, CellBatch] = field(default_factory=dict)
     summed: dict[int, Summed] = field(default_factory=dict)
-    witness_summed: dict[int, Summed] = field(default_factory=dict)
+    deterministic_summed: dict[int, Summed] = field(default_factory=dict)
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
     verdicts: list[Verdict] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class StepCells:
 
     def settle(self) -> None:
         """Take the bounds of all layers at once."""
-        for summed, layers in ((self.summed, self.layers), (self.witness_summed, self.witness_layers)):
+        for summed, layers in ((self.summed, self.layers), (self.deterministic_summed, self.deterministic_layers)):
             layers |= dict(zip(summed, bound_cells(list(summed.values())), strict=True))
             summed.clear()
 
@@ -111,7 +111,9 @@ class StepCells:
                     cells,
                     number,
                     # A row beyond the declared ones was metered deterministically to begin with.
-                    witness_cells=self.witness_layers.get(layer) if float(cells.delta_loc[number]) > 0 else None,
+                    deterministic_cells=self.deterministic_layers.get(layer)
+                    if float(cells.delta_loc[number]) > 0
+                    else None,
                 )
             for layer, truth in self.truths.items():
                 found = truth.of(number)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from witcert_core.cache.schedule import ClosingRule
+from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.errors import WitCertError
 from witcert_core.policy.model import Policy
 from witcert_core.report.text import format_bytes
@@ -71,7 +71,7 @@ def switched_on() -> Iterator[Finding]:
 
 def sharing(policy: Policy) -> Iterator[Finding]:
     """What the quantizer asks of the server's prefix cache."""
-    rule = ClosingRule.of(policy.build_quantizer())
+    rule = QuantizeSchedule.of(policy.build_quantizer())
     yield Finding("ok", "quantizer", f"{policy.quantizer.name} can be metered")
     if rule.sharing_unit > 1:
         flags = support.sharing_flags(rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from witcert_core.cache import capacity
-from witcert_core.cache.schedule import ClosingRule
+from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.layout import KVLayout
@@ -46,5 +46,5 @@ def side_bytes_per_head(policy: Policy, config: Any, itemsize: int) -> int:
 def side_bytes_per_token(policy: Policy, kvc: Any, num_layers: int) -> int:
     """The same for all layers and local heads, the token's row id and, if it waits to be quantized, a flag."""
     per_head = side_bytes_per_head(policy, kvc.model_config, kvc.kv_cache_dtype.itemsize)
-    flag = 0 if ClosingRule.of(policy.build_quantizer()).immediate else 1
+    flag = 0 if QuantizeSchedule.of(policy.build_quantizer()).immediate else 1
     return capacity.side_bytes_per_token(per_head, local_kv_heads(kvc), num_layers) + flag

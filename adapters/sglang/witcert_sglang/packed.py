@@ -18,7 +18,7 @@ from witcert_core.quantizers.layout import KVLayout
 
 
 class PackedMethod(KVCacheQuantMethodBase):
-    """Lets `MHATokenToKVPool` allocate codes and scales. Reading and writing go through `PackedCache`."""
+    """Lets `MHATokenToKVPool` allocate codes and scales. Reading and writing go through `PackedKV`."""
 
     name = "witcert_packed"
 

@@ -79,7 +79,7 @@ class SglangRuntime(Runtime):
         if forward_batch.forward_mode.is_idle() or not forward_batch.rids:
             return original(runner, forward_batch, *args, **kwargs)
         replays = self.graphs is not None and will_replay(runner, forward_batch)
-        # Whose prefix is still to be looked at (tier D) needs its slots here: twice a request.
+        # Whose prefix is still to be looked at (probabilistic tier) needs its slots here: twice a request.
         looked = self.generated is None or all(self.planner.knows_prefix(rid) for rid in forward_batch.rids)
         if replays and looked:
             requests = requests_on_device(forward_batch)
@@ -183,7 +183,7 @@ class SglangRuntime(Runtime):
             positions=forward_batch.positions,
             sm_scale=layer.scaling,
             run=run,
-            reads_stored=is_decode or self.policy.prefill_reads == "stored",
+            attends_quantized=is_decode or self.policy.prefill_reads == "stored",
             logits_soft_cap=layer.logit_cap,
             # A packed pool is attended by ours, over the model's own window; any other by the engine's kernel.
             window_left=layer.sliding_window_size if packed else windows.window_left(backend, layer, is_decode),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from packaging.specifiers import SpecifierSet
 
-from witcert_core.cache.schedule import ClosingRule
+from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.errors import UnsupportedError
 from witcert_core.kernels.host.backend import interpreting
 from witcert_core.policy.model import Policy
@@ -70,12 +70,12 @@ def check_version() -> None:
 
 def check_sharing(quantizer: Quantizer, args: Any) -> None:
     """Raise UnsupportedError if requests could share a part of what the quantizer takes together."""
-    rule = ClosingRule.of(quantizer)
+    rule = QuantizeSchedule.of(quantizer)
     if not args.disable_radix_cache:
         rule.check_sharing(args.page_size or 1, sharing_flags(rule))
 
 
-def sharing_flags(rule: ClosingRule) -> str:
+def sharing_flags(rule: QuantizeSchedule) -> str:
     """The server options under which requests share whole groups only."""
     return f"--page-size {rule.sharing_unit} or --disable-radix-cache"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from witcert_core.cache.schedule import ClosingRule
+from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.errors import WitCertError
 from witcert_core.policy.model import Policy
 from witcert_core.serving.doctor import Finding, unreadable, verdict
@@ -71,7 +71,7 @@ def names() -> Iterator[Finding]:
 
 def sharing(policy: Policy) -> Iterator[Finding]:
     """What the quantizer asks of vLLM's prefix cache."""
-    rule = ClosingRule.of(policy.build_quantizer())
+    rule = QuantizeSchedule.of(policy.build_quantizer())
     yield Finding("ok", "quantizer", f"{policy.quantizer.name} can be metered")
     if rule.sharing_unit > 1:
         text = f"it takes {rule.sharing_unit} tokens together: --block-size must be a multiple of that"

@@ -68,8 +68,8 @@ class VllmRuntime(Runtime):
 
         Model runner V2 says so when the pass has begun; what that pass itself writes will be known.
         """
-        first = torch.tensor(list(blocks), dtype=torch.int64, device=self.row_ids.device) * size
-        slots = (first[:, None] + torch.arange(size, device=self.row_ids.device)).flatten()
+        first = torch.tensor(list(blocks), dtype=torch.int64, device=self.pass_ids.device) * size
+        slots = (first[:, None] + torch.arange(size, device=self.pass_ids.device)).flatten()
         if self.in_pass:
             slots = slots[~torch.isin(slots, self.out_slots)]
         self.overwritten(slots)
@@ -103,7 +103,7 @@ class VllmRuntime(Runtime):
                 positions=self.positions,
                 sm_scale=float(impl.scale),
                 run=run,
-                reads_stored=self.stored,
+                attends_quantized=self.stored,
                 logits_soft_cap=float(cap),
                 sinks=sinks_of(impl),
                 arithmetic=cpu_arithmetic(query.dtype, impl) if query.device.type == "cpu" else None,

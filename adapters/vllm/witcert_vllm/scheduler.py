@@ -29,7 +29,7 @@ class MeteredSchedule(SchedulerInterface):
         last_words: list[tuple[int, EngineCoreOutput]] = []
         if step is not None:
             committed = [i for i, rid in enumerate(step.request_ids) if is_committed(self.requests.get(rid))]
-            if connector.policy.tier == "dither":
+            if connector.policy.tier == "probabilistic":
                 for rid in (step.request_ids[i] for i in committed):
                     if self.requests[rid].resumable:  # a client goes on with its prompt after it has seen an answer
                         connector.ledger.claim_no_law(rid, AFTER_ITS_ANSWER)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from witcert_core.cache import capacity
-from witcert_core.cache.schedule import ClosingRule
+from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_vllm.geometry import rotary_dim
 from witcert_vllm.installation import Installation
@@ -27,5 +27,5 @@ def side_bytes_per_token(installation: Installation, vllm_config: Any, specs: Ma
         policy.sketch_bits,
         policy.meter.bands,
     )
-    flag = 0 if ClosingRule.of(installation.quantizer).immediate else 1  # whether a token waits to be quantized
+    flag = 0 if QuantizeSchedule.of(installation.quantizer).immediate else 1  # whether a token waits to be quantized
     return capacity.side_bytes_per_token(per_head, spec.num_kv_heads, len(specs)) + flag

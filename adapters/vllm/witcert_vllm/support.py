@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from packaging.specifiers import SpecifierSet
 
-from witcert_core.cache.schedule import ClosingRule
+from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
@@ -75,7 +75,7 @@ def unreadable_errors() -> tuple[type[Exception], ...]:
 
 def check_sharing(quantizer: Quantizer, cache_config: Any) -> None:
     """Raise UnsupportedError if requests could share a part of what the quantizer takes together."""
-    rule = ClosingRule.of(quantizer)
+    rule = QuantizeSchedule.of(quantizer)
     if cache_config.enable_prefix_caching:
         rule.check_sharing(cache_config.block_size, f"--block-size {rule.sharing_unit} or --no-enable-prefix-caching")
 

@@ -44,7 +44,7 @@ theorem Cell.visible_mean (x : Cell α ι) (seen : ι → Bool) (h0 : ∀ t, see
 /-- **Tokens outside both sums do not matter.** With weight 0 on the tokens that are not seen, a cell is sound without them,
 and its exact weights, its sums and its `TV` are the same, whatever radius these tokens had.
 
-Code: `witcert_core.meter.cells.sum_terms` (logit -inf), `witcert_core.meter.batching.SideBySide`.
+Code: `witcert_core.meter.cells.sum_terms` (logit -inf), `witcert_core.meter.batching.RowBatch`.
 `python: padded.TV == TV and padded.A == A and padded.Q == Q and padded.p[: cell.S] == cell.p` -/
 theorem Cell.Sound.unseen_tokens {x : Cell α ι} (h : x.Sound) (seen : ι → Bool) (h0 : ∀ t, seen t = false → x.w t = 0) :
     (x.visible seen).Sound ∧ (∀ t, (x.visible seen).p t = x.p t) ∧ (x.visible seen).A = x.A ∧ (x.visible seen).Q = x.Q ∧

@@ -1,6 +1,6 @@
 import WitCert.Algebra.Sum
 /-!
-# Tier W: from a stored witness to a radius
+# The deterministic tier: from a stored witness to a radius
 
 The witness of a token is, per band of rotary pairs, a number `w_b ≥ ‖(k̃ - k)_b‖`. A norm bound is written without
 square roots: `NormLe k v ρ` says `0 ≤ ρ` and `Σ v² ≤ ρ²`. The logit error is at most `|scale| Σ_b ‖q_b‖ w_b`; a pair
@@ -84,7 +84,7 @@ theorem abs_bands_le (bands : List ι) (k : ι → List κ) (q d : ι → κ →
     abs (sum (fun b => dot (k b) (q b) (d b)) bands) ≤ sum (fun b => n b * w b) bands :=
   le_trans (abs_sum_le _ bands) (sum_le bands (fun b => abs_dot_le (k b) (q b) (d b) (hn b) (hw b)))
 
-/-- **The radius of tier W.** With `z = scale·⟨q, k⟩` and `z̃ = scale·⟨q, k̃⟩`, `|z̃ - z| ≤ |scale| Σ_b ‖q_b‖ w_b`.
+/-- **The radius of the deterministic tier.** With `z = scale·⟨q, k⟩` and `z̃ = scale·⟨q, k̃⟩`, `|z̃ - z| ≤ |scale| Σ_b ‖q_b‖ w_b`.
 
 Code: `witcert_core.cache.radii.radius_witness`.
 `python: abs(scale * dot(q, k_tilde) - scale * dot(q, k)) <= scale * sum(q_norms[b] * witness(d)[b] for b in bands) <= code_radius_witness` -/

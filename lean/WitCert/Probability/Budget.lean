@@ -128,7 +128,7 @@ theorem meter_claim {ι : Type w} (cells : List ι) (bad : ι → Ω → Bool) (
 were emitted with the dither; `s₀` are those of a run without these rows (fixed in advance). Then the probability of a
 violation **and** unchanged ids is at most the `δ` of the fixed sequence.
 
-Code: `witcert_core.report.ledger.RequestLedger` (the text of the tier D claim).
+Code: `witcert_core.report.ledger.RequestLedger` (the text of the probabilistic tier claim).
 `python: dither.prob(lambda o: dither.violated(o, dither.ids(o)) and dither.ids(o) == 0) <= dither.prob(lambda o: dither.violated(o, 0))` -/
 theorem free_generation {S : Type w} (viol : S → Ω → Bool) (ids : Ω → S) (s₀ : S) (same : S → Bool)
     (hsame : ∀ s, same s = true → s = s₀) {δ : α} (h : L.P (viol s₀) ≤ δ) :
@@ -144,7 +144,7 @@ theorem free_generation {S : Type w} (viol : S → Ω → Bool) (ids : Ω → S)
     | true => exact fun k => Bool.noConfusion k
     | false => exact fun k => Bool.noConfusion k
 
-/-! ### Rows exist: the hypotheses of tier D are satisfied by an explicit law -/
+/-! ### Rows exist: the hypotheses of the probabilistic tier are satisfied by an explicit law -/
 
 /-- Channels `0, …, D-1`, in order. -/
 def mapSucc : List Nat → List Nat

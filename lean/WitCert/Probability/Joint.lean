@@ -1,7 +1,7 @@
 import WitCert.Attention.Jensen
 import WitCert.Probability.Law
 /-!
-# Tier D without a union over tokens
+# The probabilistic tier without a union over tokens
 
 A union over the `S` tokens of a cell costs `ln(2S/δ)` in place of `ln(2/δ)`. The *exact* weights `p` do not depend on the dither, so one
 event is enough: with `|ε_t| ≤ b_t + σ_t y_t`, `P(Σ p e^{θy} > K) ≤ δ` whatever the dependence between tokens. On it the *served* weights have

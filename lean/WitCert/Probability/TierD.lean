@@ -1,6 +1,6 @@
 import WitCert.Probability.Rounding
 /-!
-# Tier D: from a dither row to a radius that holds with probability `1 - δ`
+# The probabilistic tier: from a dither row to a radius that holds with probability `1 - δ`
 
 A *row* is one offset per channel, uniform on the grid, independent between the channels. A token written with a row
 that is independent of the token's history `ξ` (its key, its scales, the queries that will read it: everything they are
@@ -251,7 +251,7 @@ theorem token_fixed {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : R
           rw [e3] at tri
           exact k.1 (le_trans (le_trans tri (add_le_add (le_of_lt m.1) hβ)) ht.2.2.2)
 
-/-- **The radius of tier D.** If the row is independent of the token's history, then
+/-- **The radius of the probabilistic tier.** If the row is independent of the token's history, then
 `P(|Σ_j q_j r_j| > c) ≤ 2e^{-ℓ}` for `c = min(Σ ½ s|q|, t + Σ|q| s h)`, `t² ≥ 2ℓσ²`. With `ℓ = ln(2S/δ)` this is the
 `c_t` of the code, bias term included.
 
@@ -264,7 +264,7 @@ theorem tier_d_token {n : Nat} {chans : List κ} {u : κ → Ω → α} (hrow : 
   refine le_trans (le_of_eq e) (le_trans (L.mono (g := fun _ => 2 * exp (-ell)) (fun ω => ?_)) (le_of_eq (L.const _)))
   exact token_fixed L hrow hrd T (ξ ω) (hT (ξ ω))
 
-/-- **One cell of tier D.** `S` tokens, each with a row independent of *its own* history; rows and histories of
+/-- **One cell of the probabilistic tier.** `S` tokens, each with a row independent of *its own* history; rows and histories of
 different tokens may depend on each other in any way. If `2 S e^{-ℓ} ≤ δ` then some token violates its radius with
 probability at most `δ`.
 

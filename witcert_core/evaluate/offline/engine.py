@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from witcert_core.cache.schedule import ClosingRule
+from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.evaluate.offline import bridge
 from witcert_core.evaluate.offline.attention import causal_attention
@@ -98,16 +98,17 @@ class OfflineEngine:
         """Logits [len(answer_ids), V] before each token of a given answer, and the request's summary.
 
         The answer goes in as one chunk that reads what is stored, which is what decoding it would have read; in more
-        where the quantizer closes tokens on the way, so that rows of one chunk would read others: `ClosingRule.passes`.
+        where the quantizer closes tokens on the way, so that rows of one chunk would read others:
+        `QuantizeSchedule.passes`.
         """
         if not answer_ids:
             raise InputError("an answer that is fed in needs at least one token")
         self._start(request_id, len(prompt_ids) + len(answer_ids))
         logits = self.forward(prompt_ids)[-1:]
         fed = answer_ids[:-1]
-        for size in ClosingRule.of(self.runtime.quantizer).passes(len(prompt_ids), len(fed)):
+        for size in QuantizeSchedule.of(self.runtime.quantizer).passes(len(prompt_ids), len(fed)):
             done = len(logits) - 1
-            logits = torch.cat([logits, self.forward(fed[done : done + size], reads_stored=True)])
+            logits = torch.cat([logits, self.forward(fed[done : done + size], attends_quantized=True)])
         return logits, self.runtime.finish(request_id, "forced")
 
     def _start(self, request_id: str, num_tokens: int) -> None:
@@ -120,11 +121,11 @@ class OfflineEngine:
     # One forward pass -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def forward(self, ids: Sequence[int], reads_stored: bool = False) -> Tensor:
+    def forward(self, ids: Sequence[int], attends_quantized: bool = False) -> Tensor:
         """Logits [N, V] float32 of the request's next N tokens; a single one after the first always reads the cache."""
         first, count = self._length, len(ids)
         slots = torch.arange(first + count)
-        self._reads_stored = reads_stored or self.policy.prefill_reads == "stored" or (count == 1 and first > 0)
+        self._reads_stored = attends_quantized or self.policy.prefill_reads == "stored" or (count == 1 and first > 0)
         self.runtime.begin([RequestPass(self._request_id, slots, count)], slots[first:])
         with bridge.running(self):
             out = self.loaded.model(
@@ -179,7 +180,7 @@ class OfflineEngine:
             positions=slots,
             sm_scale=sm_scale,
             run=run,
-            reads_stored=self._reads_stored,
+            attends_quantized=self._reads_stored,
             logits_soft_cap=logits_soft_cap,
             window_left=window_left,
             sinks=sinks,

@@ -16,7 +16,7 @@ from witcert_core.kernels.host import dispatch
 from witcert_core.kernels.host.backend import resolve
 from witcert_core.kernels.host.bypass import BypassedKeys
 from witcert_core.kernels.host.exact import exact_tensors
-from witcert_core.kernels.host.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
+from witcert_core.kernels.host.pages import PagedKV, PageTable, check_int8_cache, check_side, split_cache
 from witcert_core.quantizers.dither import DitherKey, num_groups
 
 
@@ -31,10 +31,10 @@ def slots_of(batch_indices: Tensor, positions: Tensor, table: PageTable, page_si
 def append_int8(
     key: Tensor,
     value: Tensor,
-    paged_kv_cache: PagedCache,
+    paged_kv_cache: PagedKV,
     k_scales: Tensor,
     v_scales: Tensor,
-    row_ids: Tensor,
+    pass_ids: Tensor,
     *,
     layer: int,
     head_ids: Tensor,
@@ -59,7 +59,7 @@ def append_int8(
         paged_kv_cache, k_scales, v_scales, witness: the cache as
             :func:`~witcert_core.kernels.decode.decode_int8` reads it; ``witness`` uint8 ``[P, page_size, Hkv,
             Gr]`` takes the residual norms, rounded up.
-        row_ids: uint32 ``[slots]``, already holding this pass's row at the slots written.
+        pass_ids: uint32 ``[slots]``, already holding this pass's row at the slots written.
         bypass: K channels kept in 16 bit: left out of ``amax``, code 0, copied to ``bypass.k``, which has key's dtype.
         layer, head_ids, dither_key: as in decoding.
         slot_mapping: int64 ``[T]``; a negative slot is padding and skipped. Or the other form:
@@ -89,7 +89,7 @@ def append_int8(
         check_side("witness", witness, k_cache, num_groups(head_dim), torch.uint8)
     if bypass is not None:
         bypass.check(k_cache, key.dtype)
-    ids = dispatch.row_bits(row_ids, k_cache.shape[0] * page_size)
+    ids = dispatch.pass_bits(pass_ids, k_cache.shape[0] * page_size)
     slots = slot_mapping if slot_mapping is not None else ids
     if resolve(backend, key.device) == "reference":
         append_reference(

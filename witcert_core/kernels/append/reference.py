@@ -20,7 +20,7 @@ def append_reference(
     k_scales: Tensor,
     v_scales: Tensor,
     witness: Tensor | None,
-    row_ids: Tensor,
+    pass_ids: Tensor,
     slot_mapping: Tensor,
     layer: int,
     head_ids: Sequence[int],
@@ -32,7 +32,7 @@ def append_reference(
     used = slot_mapping >= 0
     slots = slot_mapping[used]
     page, offset = slots // page_size, slots % page_size
-    ids = row_ids[slots].to(torch.int64) & 0xFFFFFFFF
+    ids = pass_ids[slots].to(torch.int64) & 0xFFFFFFFF
     u = rows(dither_key, ids, layer, head_ids, key.shape[-1])
     exact = key[used].to(torch.float32)
     if bypass is not None:

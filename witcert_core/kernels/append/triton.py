@@ -108,8 +108,8 @@ def append_side(
         x = tl.load(source + channel[None, :], mask=coded, other=0.0).to(tl.float32)
         u = tl.zeros((N, 32), tl.float32)
         if DITHER:
-            row_id = tl.load(row_id_ptr + slot, mask=live, other=0)
-            u = dither_tile(seed, row_id, layer, tl.load(head_id_ptr + head), g, N)
+            pass_id = tl.load(row_id_ptr + slot, mask=live, other=0)
+            u = dither_tile(seed, pass_id, layer, tl.load(head_id_ptr + head), g, N)
             u = tl.where(coded, u, 0.0)
         codes, s, safe, usable = quantize_group(x, u)
         tl.store(target + channel[None, :], codes.to(tl.int8), mask=keep)

@@ -18,7 +18,7 @@ from witcert_core.kernels.certify.reference import certify_reference
 from witcert_core.kernels.counters import counter_of
 from witcert_core.kernels.host import dispatch, slack
 from witcert_core.kernels.host.backend import check_compute_dtype, resolve
-from witcert_core.kernels.host.pages import PagedCache, PageTable, check_side, split_cache
+from witcert_core.kernels.host.pages import PagedKV, PageTable, check_side, split_cache
 from witcert_core.meter.bounds import meter
 from witcert_core.meter.kernel_error import KernelArithmetic
 from witcert_core.meter.sums import NUM_ACC_FIELDS
@@ -53,7 +53,7 @@ class Certificate:
 
 def certify(
     q: Tensor,
-    paged_kv_cache: PagedCache,
+    paged_kv_cache: PagedKV,
     witness: Tensor,
     table: PageTable,
     bands: BandMap,
@@ -89,7 +89,7 @@ def certify(
         value_witness: uint8 ``[P, page_size, Hkv, 1]``; without it the output fields are infinite and V is
             not read.
         steps: fp16 ``[P, page_size, Hkv, Gr]`` scales of ``int8_dither``, whose decoded keys the pool holds. The radius
-            is then tier D's plus the witness's, which is of what the pool's dtype added alone.
+            is then the probabilistic tier's plus the witness's, which is of what the pool's dtype added alone.
         delta_loc: fp32 ``[R]`` probability a cell may spend on them; absent or 0: half steps.
         row_request, row_position: int32 ``[R]``, for rows in any order (extend): row ``r`` sees the tokens of
             its request up to its position. Without them row ``b q_len + i`` is query ``i`` of request ``b``.

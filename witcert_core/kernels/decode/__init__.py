@@ -18,7 +18,7 @@ from witcert_core.kernels.host import dispatch, slack
 from witcert_core.kernels.host.backend import check_compute_dtype, resolve
 from witcert_core.kernels.host.bypass import BypassedKeys
 from witcert_core.kernels.host.exact import check_exact, exact_tensors
-from witcert_core.kernels.host.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
+from witcert_core.kernels.host.pages import PagedKV, PageTable, check_int8_cache, check_side, split_cache
 from witcert_core.kernels.repair.pages import RepairedPages
 from witcert_core.meter.sums import NUM_ACC_FIELDS
 from witcert_core.quantizers.dither import DitherKey, num_groups
@@ -53,11 +53,11 @@ class Workspace:
 
 def decode_int8(
     q: Tensor,
-    paged_kv_cache: PagedCache,
+    paged_kv_cache: PagedKV,
     k_scales: Tensor,
     v_scales: Tensor,
     table: PageTable,
-    row_ids: Tensor,
+    pass_ids: Tensor,
     *,
     layer: int,
     head_ids: Tensor,
@@ -94,7 +94,7 @@ def decode_int8(
         paged_kv_cache: int8 codes, a pair of 4-D or one 5-D tensor, NHD or HND.
         k_scales, v_scales: fp16 ``[P, page_size, Hkv, Gr]``.
         table: the pages of each request.
-        row_ids: uint32 (or int32 bits) ``[slots]`` dither row of each slot, 0 for never written.
+        pass_ids: uint32 (or int32 bits) ``[slots]`` dither row of each slot, 0 for never written.
         layer: index in the whole model.
         head_ids: int32 ``[Hkv]`` **global** KV head of each local one.
         key: Philox key of the dither.
@@ -130,7 +130,7 @@ def decode_int8(
     if witness is not None:
         check_side("witness", witness, k, num_groups(head_dim), torch.uint8)
     check_exact(repaired, bypass, k, v_dim, q.dtype, k_scale, v_scale)
-    ids = dispatch.row_bits(row_ids, k.shape[0] * page_size)
+    ids = dispatch.pass_bits(pass_ids, k.shape[0] * page_size)
     scale = dispatch.default_scale(sm_scale, head_dim, k_scale)
     sinks = dispatch.kernel_float(sinks, "sinks", heads)
     slopes = dispatch.kernel_float(alibi_slopes, "alibi_slopes", heads)

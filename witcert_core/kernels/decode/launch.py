@@ -13,7 +13,7 @@ from witcert_core.kernels.host.launch import (
     TILE_ROWS,
     TILE_TOKENS,
     Attention,
-    PackedCache,
+    PackedView,
     Pages,
     Rows,
     group_count,
@@ -55,7 +55,7 @@ def tile_shape(dtype: torch.dtype, pairs: int, mixed: bool, old: bool) -> TileSh
 
 def launch_decode_split(
     q: Tensor,
-    cache: PackedCache,
+    cache: PackedView,
     pages: Pages,
     call: Attention,
     delta_loc: Tensor,
@@ -87,7 +87,7 @@ def launch_decode_split(
         scale_words(cache.k_scales),
         cache.v_scales,
         cache.k_scales if cache.witness is None else witness_words(cache.witness),
-        cache.row_ids,
+        cache.pass_ids,
         cache.head_ids,
         pages.indptr,
         pages.indices,
@@ -156,7 +156,7 @@ def decode_int8_op(
     k_scales: Tensor,
     v_scales: Tensor,
     witness: Tensor | None,
-    row_ids: Tensor,
+    pass_ids: Tensor,
     head_ids: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
@@ -192,13 +192,13 @@ def decode_int8_op(
     num_splits = part_o.shape[2]
     if q.shape[0] == 0 or num_splits == 0:
         return
-    cache = PackedCache(
+    cache = PackedView(
         k,
         v,
         k_scales,
         v_scales,
         witness,
-        row_ids,
+        pass_ids,
         head_ids,
         bypass_keep,
         bypass_channels,

@@ -17,7 +17,7 @@ from torch import Tensor
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.kernels.decode import Workspace, decode_int8
 from witcert_core.kernels.host.bypass import BypassedKeys
-from witcert_core.kernels.host.pages import PagedCache, PageTable
+from witcert_core.kernels.host.pages import PagedKV, PageTable
 from witcert_core.kernels.repair.pages import RepairedPages
 from witcert_core.meter.sums import NUM_ACC_FIELDS
 from witcert_core.quantizers.dither import DitherKey
@@ -137,10 +137,10 @@ class BatchDecodeWithInt8PagedKVCacheWrapper:
     def run(
         self,
         q: Tensor,
-        paged_kv_cache: PagedCache,
+        paged_kv_cache: PagedKV,
         k_scales: Tensor,
         v_scales: Tensor,
-        row_ids: Tensor,
+        pass_ids: Tensor,
         *,
         layer: int,
         k_scale: float = 1.0,
@@ -167,7 +167,7 @@ class BatchDecodeWithInt8PagedKVCacheWrapper:
             k_scales,
             v_scales,
             self._table,
-            row_ids,
+            pass_ids,
             layer=layer,
             head_ids=self._head_ids,
             key=self._key,

@@ -130,7 +130,7 @@ def read_packed(
     v_codes: Tensor,
     k_scales: Tensor,
     v_scales: Tensor,
-    row_ids: Tensor,
+    pass_ids: Tensor,
     layer: int,
     head_ids: Sequence[int],
     key: DitherKey,
@@ -140,7 +140,7 @@ def read_packed(
 ) -> PackedTokens:
     """The tokens at ``slots [S]`` of caches ``[P, page_size, Hkv, D]``."""
     page_size, head_dim = k_codes.shape[1], k_codes.shape[3]
-    ids = row_ids[slots].to(torch.int64) & 0xFFFFFFFF
+    ids = pass_ids[slots].to(torch.int64) & 0xFFFFFFFF
     u = rows(key, ids, layer, head_ids, head_dim)
     k_steps, v_steps = gather(k_scales, slots), gather(v_scales, slots)
     k, v = dequantize(gather(k_codes, slots), k_steps, u), dequantize(gather(v_codes, slots), v_steps)
@@ -171,7 +171,7 @@ def decode_reference(
     k_scales: Tensor,
     v_scales: Tensor,
     table: PageTable,
-    row_ids: Tensor,
+    pass_ids: Tensor,
     *,
     layer: int,
     head_ids: Sequence[int],
@@ -212,7 +212,7 @@ def decode_reference(
             v_codes,
             k_scales,
             v_scales,
-            row_ids,
+            pass_ids,
             layer,
             head_ids,
             key,

@@ -57,7 +57,7 @@ def row_terms(
     valid,
     keep_ptr,
     seed,
-    row_id,
+    pass_id,
     layer,
     head,
     M: tl.constexpr,
@@ -71,7 +71,7 @@ def row_terms(
     table = tl.zeros((8, M), tl.float32)
     for b in tl.range(0, (D + 15) // 16, num_stages=1):
         q = load_query_block(q_base, valid, keep_ptr, b * 16 + tl.arange(0, 16), D, BYPASS).to(tl.float32)
-        u = tl.reshape(dither_block(seed, tl.zeros((1,), tl.int32) + row_id, layer, head, b, 1), (16,))
+        u = tl.reshape(dither_block(seed, tl.zeros((1,), tl.int32) + pass_id, layer, head, b, 1), (16,))
         table += tl.where(column == b // 2, tl.sum(q * u[:, None], 0)[None, :], 0.0)
     out = ()
     for g in tl.static_range(NG):
@@ -85,7 +85,7 @@ def tile_terms(
     valid,
     keep_ptr,
     scales,
-    row_id,
+    pass_id,
     live,
     seed,
     layer,
@@ -103,7 +103,7 @@ def tile_terms(
     for b in tl.range(0, (D + 15) // 16, num_stages=1):
         q = load_query_block(q_base, valid, keep_ptr, b * 16 + tl.arange(0, 16), D, BYPASS)
         s = tl.load(scales + b // 2, mask=live, other=0.0).to(tl.float32)
-        u = dither_block(seed, row_id, layer, head, b, N).to(q.dtype)
+        u = dither_block(seed, pass_id, layer, head, b, N).to(q.dtype)
         dot = narrow(tl.dot(u, widen(q, M), input_precision="ieee"), M)
         total += tl.where((s >= 0.0) & (s < float("inf")), s, 0.0)[:, None] * dot
     return total

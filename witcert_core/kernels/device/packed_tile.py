@@ -36,7 +36,7 @@ class Cache(NamedTuple):
     v_tok: tl.tensor
     k_scales: tl.tensor
     v_scales: tl.tensor
-    row_ids: tl.tensor
+    pass_ids: tl.tensor
     indices: tl.tensor
     exact_index: tl.tensor
     k_exact: tl.tensor
@@ -116,7 +116,7 @@ def packed_queries(
             q_base[None, :] + channel[:, None], mask=(column < BYPASS)[:, None] & valid[None, :], other=0.0
         )
     first_page = tl.load(cache.indices + page0 + begin // PAGE).to(tl.int64)
-    leader = tl.load(cache.row_ids + first_page * PAGE + begin % PAGE)
+    leader = tl.load(cache.pass_ids + first_page * PAGE + begin % PAGE)
     kappa = row_terms(q_base, valid, cache.keep, seed, leader, layer, cache.global_head, M, D, NG, BYPASS > 0)
     parts = q
     units = kappa
@@ -159,7 +159,7 @@ def packed_tile(
     page, offset = locate(cache.indices, page0, token, live, PAGE)
     slot = page * PAGE + offset
     line = slot * cache.num_kv_heads + cache.kv_head
-    row_id = tl.load(cache.row_ids + slot, mask=live, other=0)
+    pass_id = tl.load(cache.pass_ids + slot, mask=live, other=0)
     k = load_groups(cache.k + page * cache.k_page + offset * cache.k_tok, live, D, NG)
     v_at = cache.v + page * cache.v_page + offset * cache.v_tok
     v = load_values(v_at, live, DV, GV)
@@ -179,7 +179,7 @@ def packed_tile(
         v_step = tl.where(exact[:, None], 0.0, v_step)
         v_unknown = v_unknown & ~exact[:, None]
     undithered = tl.zeros((N, M), tl.float32)
-    shared = tl.max((packed & (row_id != queries.leader)).to(tl.int32), 0) == 0
+    shared = tl.max((packed & (pass_id != queries.leader)).to(tl.int32), 0) == 0
     if shared == 0:
         half = cache.k_scales.to(tl.pointer_type(tl.float16)) + line * NG
         undithered = tile_terms(
@@ -187,7 +187,7 @@ def packed_tile(
             queries.valid,
             cache.keep,
             half,
-            row_id,
+            pass_id,
             packed,
             seed,
             layer,
@@ -220,6 +220,6 @@ def packed_tile(
         if tl.max(exact.to(tl.int32), 0) > 0:
             whole, exact_square = exact_keys(cache, queries.base, queries.valid, exact, exact_line, D, N, M)
             z += whole
-    unknown = packed & (unknown | (row_id == 0))
-    v_unknown = v_unknown | (packed & (row_id == 0))[:, None]
+    unknown = packed & (unknown | (pass_id == 0))
+    v_unknown = v_unknown | (packed & (pass_id == 0))[:, None]
     return Tile(z, v, v_at, steps, v_step, line, unknown, v_unknown, exact, exact_line, exact_square, bypass_square)

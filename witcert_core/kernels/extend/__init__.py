@@ -16,7 +16,7 @@ from witcert_core.kernels.host import dispatch, slack
 from witcert_core.kernels.host.backend import check_compute_dtype, resolve
 from witcert_core.kernels.host.bypass import BypassedKeys
 from witcert_core.kernels.host.exact import check_exact, exact_tensors
-from witcert_core.kernels.host.pages import PagedCache, PageTable, check_int8_cache, check_side, split_cache
+from witcert_core.kernels.host.pages import PagedKV, PageTable, check_int8_cache, check_side, split_cache
 from witcert_core.kernels.repair.pages import RepairedPages
 from witcert_core.meter.sums import NUM_ACC_FIELDS
 from witcert_core.quantizers.dither import DitherKey, num_groups
@@ -26,12 +26,12 @@ def extend_int8(
     q: Tensor,
     k_new: Tensor,
     v_new: Tensor,
-    paged_kv_cache: PagedCache,
+    paged_kv_cache: PagedKV,
     k_scales: Tensor,
     v_scales: Tensor,
     qo_indptr: Tensor,
     table: PageTable,
-    row_ids: Tensor,
+    pass_ids: Tensor,
     *,
     layer: int,
     head_ids: Tensor,
@@ -101,7 +101,7 @@ def extend_int8(
     check_exact(repaired, bypass, k, v_dim, q.dtype, k_scale, v_scale)
     if v_scale == 0.0:
         raise InputError("v_scale is 0; it must not be")
-    ids = dispatch.row_bits(row_ids, k.shape[0] * page_size)
+    ids = dispatch.pass_bits(pass_ids, k.shape[0] * page_size)
     new_scale = dispatch.default_scale(sm_scale, head_dim, 1.0)
     scale = dispatch.default_scale(sm_scale, head_dim, k_scale)
     sinks = dispatch.kernel_float(sinks, "sinks", heads)

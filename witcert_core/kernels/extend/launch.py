@@ -12,7 +12,7 @@ from witcert_core.kernels.host.launch import (
     TILE_ROWS,
     TILE_TOKENS,
     Attention,
-    PackedCache,
+    PackedView,
     Pages,
     Rows,
     Tail,
@@ -98,7 +98,7 @@ def extend_int8_op(
     v: Tensor,
     k_scales: Tensor,
     v_scales: Tensor,
-    row_ids: Tensor,
+    pass_ids: Tensor,
     head_ids: Tensor,
     qo_indptr: Tensor,
     kv_indptr: Tensor,
@@ -142,7 +142,7 @@ def extend_int8_op(
         v,
         scale_words(k_scales),
         v_scales,
-        row_ids,
+        pass_ids,
         head_ids,
         qo_indptr,
         kv_indptr,
@@ -207,7 +207,7 @@ def extend_meter_op(
     k_scales: Tensor,
     v_scales: Tensor,
     witness: Tensor | None,
-    row_ids: Tensor,
+    pass_ids: Tensor,
     head_ids: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
@@ -246,13 +246,13 @@ def extend_meter_op(
     rows."""
     if q_rows.shape[0] == 0:
         return
-    cache = PackedCache(
+    cache = PackedView(
         k,
         v,
         k_scales,
         v_scales,
         witness,
-        row_ids,
+        pass_ids,
         head_ids,
         bypass_keep,
         bypass_channels,

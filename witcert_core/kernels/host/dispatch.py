@@ -20,15 +20,15 @@ def seed_of(key: DitherKey) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def row_bits(row_ids: Tensor, num_slots: int) -> Tensor:
+def pass_bits(pass_ids: Tensor, num_slots: int) -> Tensor:
     """Row ids of all slots as int32 bits (uint32 is taken as it is; id 0 means never written)."""
-    if row_ids.dtype not in (torch.int32, torch.uint32) or row_ids.dim() != 1 or not row_ids.is_contiguous():
+    if pass_ids.dtype not in (torch.int32, torch.uint32) or pass_ids.dim() != 1 or not pass_ids.is_contiguous():
         raise InputError(
-            f"row_ids is {row_ids.dtype} {tuple(row_ids.shape)}; it must be contiguous uint32 or int32, 1-D"
+            f"pass_ids is {pass_ids.dtype} {tuple(pass_ids.shape)}; it must be contiguous uint32 or int32, 1-D"
         )
-    if row_ids.numel() < num_slots:
-        raise InputError(f"row_ids has {row_ids.numel()} entries for {num_slots} slots; one per slot is needed")
-    return row_ids.view(torch.int32)
+    if pass_ids.numel() < num_slots:
+        raise InputError(f"pass_ids has {pass_ids.numel()} entries for {num_slots} slots; one per slot is needed")
+    return pass_ids.view(torch.int32)
 
 
 def splits_for(max_kv_len: int) -> int:

@@ -80,7 +80,7 @@ class Tail:
 
 
 @dataclass(frozen=True)
-class PackedCache:
+class PackedView:
     """INT8 pages as ``[P, page_size, Hkv, D]`` views, with what stands beside them.
 
     ``keep``, ``channels``, ``k_bypass``: the tensors of :class:`~witcert_core.kernels.host.bypass.BypassedKeys`;
@@ -92,7 +92,7 @@ class PackedCache:
     k_scales: Tensor
     v_scales: Tensor
     witness: Tensor | None
-    row_ids: Tensor
+    pass_ids: Tensor
     head_ids: Tensor
     keep: Tensor | None
     channels: Tensor | None

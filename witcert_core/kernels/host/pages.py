@@ -15,10 +15,10 @@ from witcert_core.errors import InputError
 from witcert_core.quantizers.dither import num_groups
 
 LAYOUTS = ("NHD", "HND")
-PagedCache = Tensor | tuple[Tensor, Tensor]
+PagedKV = Tensor | tuple[Tensor, Tensor]
 
 
-def split_cache(cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor]:
+def split_cache(cache: PagedKV, kv_layout: str) -> tuple[Tensor, Tensor]:
     """K and V as ``[P, page_size, Hkv, D]`` views, whatever the layout.
 
     Args:

@@ -13,7 +13,7 @@ from witcert_core.cache.bands import BandMap
 from witcert_core.errors import InputError
 from witcert_core.kernels.host import dispatch
 from witcert_core.kernels.host.backend import resolve
-from witcert_core.kernels.host.pages import PagedCache, check_side, split_cache
+from witcert_core.kernels.host.pages import PagedKV, check_side, split_cache
 from witcert_core.kernels.witness.launch import record_witness_op, write_witness_op
 from witcert_core.kernels.witness.reference import record_witness_reference, write_witness_reference
 
@@ -23,7 +23,7 @@ def write_with_witness(
     exact_v: Tensor,
     fake_k: Tensor,
     fake_v: Tensor,
-    paged_kv_cache: PagedCache,
+    paged_kv_cache: PagedKV,
     witness: Tensor,
     value_witness: Tensor,
     slot_mapping: Tensor,

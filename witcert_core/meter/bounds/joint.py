@@ -1,4 +1,4 @@
-"""Tier D without a union over tokens: one event for all of a cell's tokens, weighed by exact attention.
+"""The probabilistic tier without a union over tokens: one event for all of a cell's tokens, weighed by exact attention.
 
 The union bound pays ``ln(2 S / delta)`` because it holds each of ``S`` tokens to its own radius. The *exact* weights
 ``p`` do not depend on the dither, so one expectation covers them all. With ``|eps_t| <= b_t + sigma_t y_t``,

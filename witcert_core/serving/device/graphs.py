@@ -125,7 +125,7 @@ class CapturedDecode:
             layer.k_scale[:, None],
             layer.v_scale[:, None],
             PageTable(self.indptr[: rows + 1], self.indices, self.last_page_len[:rows]),
-            self.cache.row_bits,
+            self.cache.pass_bits,
             max_kv_len=self.max_kv_len,
             meter=cells is not None,
             unmetered=out is None,
@@ -193,5 +193,5 @@ class CapturedDecode:
         measured = found.keys() & beside.keys()
         step.layers |= {layer: cells for layer, cells in found.items() if layer in measured}
         if any(delta > 0 for delta in deltas):
-            step.witness_layers |= {layer: cells for layer, cells in beside.items() if layer in measured}
+            step.deterministic_layers |= {layer: cells for layer, cells in beside.items() if layer in measured}
         step.lost |= dict.fromkeys(sorted(self.cache.metered_layers - measured), REASON)

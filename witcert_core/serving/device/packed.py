@@ -88,7 +88,7 @@ class KernelPacked(PackedStorage):
                 "set meter.form to 'auto'"
             )
         self.head_ids = torch.tensor(geometry.kv_head_ids, dtype=torch.int32, device=geometry.device)
-        self.row_bits = encoder.row_ids.to(torch.int32)
+        self.pass_bits = encoder.pass_ids.to(torch.int32)
         self.bypassed = self._bypassed(layers)
         self.groups: list[Group] | None = None  # of this pass: the same for all its layers
 
@@ -107,7 +107,7 @@ class KernelPacked(PackedStorage):
 
     def begin_pass(self, slots: Tensor, requests: Sequence[Tensor]) -> None:
         # The bits of a uint32; the runtime has just put this pass's row there.
-        self.row_bits[slots] = self.encoder.row_ids[slots].to(torch.int32)
+        self.pass_bits[slots] = self.encoder.pass_ids[slots].to(torch.int32)
         self.groups = None
 
     def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
@@ -143,7 +143,7 @@ class KernelPacked(PackedStorage):
             step.layers[call.layer] = joined([row_of(found, i) for found, _, i in in_order])
             if any(delta > 0 for delta in deltas):
                 beside = [row_of(certain or found, i) for found, certain, i in in_order]
-                step.witness_layers[call.layer] = joined(beside)
+                step.deterministic_layers[call.layer] = joined(beside)
         return out.reshape(call.q.shape[0], -1)
 
     def _read_row(self, call: AttentionCall, plan: RowPlan, stored: bool, number: int) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ class KernelPacked(PackedStorage):
             place = {int(token): i for i, token in enumerate(tokens)}
             local = torch.tensor([place[plan.rows[number].token] for number in rows], dtype=torch.int64)
             read = [plan.requests[i] if stored[i] else plan.requests[i][: -plan.new_tokens[i]] for i in requests]
-            table, longest = token_pages(read, self.row_bits.device)
+            table, longest = token_pages(read, self.pass_bits.device)
             device = early.device
             groups.append(
                 Group(requests, stored[requests[0]], tokens.to(device), rows, local.to(device), table, longest)
@@ -212,7 +212,7 @@ class KernelPacked(PackedStorage):
             layer.k_scale[:, None],
             layer.v_scale[:, None],
             group.table,
-            self.row_bits,
+            self.pass_bits,
             max_kv_len=group.max_kv_len,
             q_len=plan.new_tokens[group.requests[0]],
             meter=bool(rows),
@@ -237,7 +237,7 @@ class KernelPacked(PackedStorage):
             layer.v_scale[:, None],
             torch.tensor([0, *new], device=device).cumsum(0).to(torch.int32),
             group.table,
-            self.row_bits,
+            self.pass_bits,
             max_q_len=max(new),
             max_kv_len=max(group.max_kv_len, 1),
             meter_rows=group.local[: len(rows)].to(torch.int32),
@@ -270,7 +270,7 @@ class KernelPacked(PackedStorage):
             paged(layer),
             layer.k_scale[:, None],
             layer.v_scale[:, None],
-            self.row_bits,
+            self.pass_bits,
             layer=call.layer,
             head_ids=self.head_ids,
             dither_key=self.encoder.dither_key,
@@ -292,7 +292,7 @@ class KernelPacked(PackedStorage):
         bypassed.keep.scatter_(1, layer.channels, 0)
         bypassed.channels.copy_(layer.channels)
         for written in earlier:
-            self.row_bits[written.slots] = self.encoder.row_ids[written.slots].to(torch.int32)
+            self.pass_bits[written.slots] = self.encoder.pass_ids[written.slots].to(torch.int32)
             self.append(written, written.slots)
 
     def _cells(

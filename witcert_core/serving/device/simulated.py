@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.cache.protocols import Pool
-from witcert_core.cache.witness_store import LayerSlots
+from witcert_core.cache.witness_store import LayerWitness
 from witcert_core.cache.write_queue import Write
 from witcert_core.kernels.certify import FP8, certify
 from witcert_core.kernels.host.backend import kernels_serve
@@ -86,7 +86,7 @@ class Rows:
     tokens: Tensor
 
 
-def _record(side: LayerSlots, write: Write) -> None:
+def _record(side: LayerWitness, write: Write) -> None:
     """The norms of what a write lost, in two launches: torch takes some thirty, which small passes wait to share."""
     if side.witness is None:
         raise RuntimeError("a cache of witnesses has none")
@@ -134,7 +134,7 @@ class KernelSimulated(SimulatedCache):
             lambda number: self.pool.read(call.layer, plan.seen_by(number, call.window_left)),
         )
         if any(delta > 0 for delta in deltas):
-            step.witness_layers[call.layer] = self._cells(call, rows, [0.0] * len(deltas), norm, None)
+            step.deterministic_layers[call.layer] = self._cells(call, rows, [0.0] * len(deltas), norm, None)
 
     def _rows_of(self, plan: RowPlan) -> Rows:
         """The rows of a pass: the same in all its layers."""

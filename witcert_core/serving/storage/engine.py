@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from witcert_core.serving.calls import AttentionCall, Coded
+from witcert_core.serving.calls import AttentionCall, Quantized
 from witcert_core.serving.passes import RowPlan
 from witcert_core.serving.steps import StepCells
 from witcert_core.serving.storage import measuring
@@ -17,7 +17,7 @@ from witcert_core.serving.storage.simulated import SimulatedCache
 class EngineCache(SimulatedCache):
     """The pool as a black box. `pool.read` gives what attention makes of the stored bytes, scales included.
 
-    Whether a chunk reads its own exact keys is the engine's doing; `call.reads_stored` must say what it does.
+    Whether a chunk reads its own exact keys is the engine's doing; `call.attends_quantized` must say what it does.
     """
 
     reads_engine = True
@@ -31,7 +31,7 @@ class EngineCache(SimulatedCache):
         # A copy: engines divide keys by their scale in place before they store them.
         call = replace(call, exact_k=call.exact_k.clone(), exact_v=call.exact_v.clone())
         out = call.run(None, None)
-        exact = Coded(call.exact_k, None), Coded(call.exact_v, None)
+        exact = Quantized(call.exact_k, None), Quantized(call.exact_v, None)
         self._account(call, *exact)
         if plan.rows and call.layer in self.metered_layers:
             self._measure_read(call, plan, step, deltas, out)

@@ -1,7 +1,7 @@
 """Exact blocks beside a packed cache: what a gate restored is read from its exact copy, everything else from codes.
 
-The copies are those of the shadow store; a repair marks heads of slots to be read from there, so the packed pool keeps
-its bytes and a repair writes nothing into it. A copy that the shadow store's limit drives out leaves the codes, and
+The copies are exact ones; a repair marks heads of slots to be read from there, so the packed pool keeps
+its bytes and a repair writes nothing into it. A copy that the limit on copies drives out leaves the codes, and
 their radius, in its place.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from witcert_core.cache.exact_copies import ShadowStore
-from witcert_core.cache.packed import PackedCache, PackedLayer
+from witcert_core.cache.exact_copies import ExactCopies
+from witcert_core.cache.packed import PackedKV, PackedLayer
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class RepairedCache:
     Shapes: SLOTS slots, S of them read, Hkv KV heads, D head_dim, Dv v_head_dim.
     """
 
-    def __init__(self, cache: PackedCache, shadow: ShadowStore, num_slots: int, num_kv_heads: int) -> None:
+    def __init__(self, cache: PackedKV, copies: ExactCopies, num_slots: int, num_kv_heads: int) -> None:
         self.cache = cache
-        self.shadow = shadow
+        self.copies = copies
         self.num_slots = num_slots
         self.num_kv_heads = num_kv_heads
         self._restored = {
@@ -51,7 +51,7 @@ class RepairedCache:
         """New tokens are about to be written into `slots`: their former repairs and copies are void."""
         for restored in self._restored.values():
             restored[slots] = False
-        self.shadow.claim(slots)
+        self.copies.claim(slots)
 
     @contextmanager
     def chunk(self, slots: Tensor, k: Tensor, v: Tensor) -> Iterator[None]:
@@ -66,7 +66,7 @@ class RepairedCache:
 
     def exact(self, layer: int, slots: Tensor) -> Tensor:
         """bool [S, Hkv]: which heads of `slots` are read exactly."""
-        found = self._restored[layer][slots] & self.shadow.has(slots)[:, None]
+        found = self._restored[layer][slots] & self.copies.has(slots)[:, None]
         return found if self._own is None else found | (self._own.place[slots] >= 0)[:, None]
 
     def mark(self, layer: int, slots: Tensor, heads: slice) -> None:
@@ -75,10 +75,10 @@ class RepairedCache:
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """k [S, Hkv, D] and v [S, Hkv, Dv] float32 as attention reads them."""
         k, v = self.cache.read(layer, slots)
-        restored = self._restored[layer][slots] & self.shadow.has(slots)[:, None]
+        restored = self._restored[layer][slots] & self.copies.has(slots)[:, None]
         for head in restored.any(0).nonzero().flatten().tolist():
             mine = restored[:, head]
-            exact_k, exact_v = self.shadow.get(layer, slots[mine], head)
+            exact_k, exact_v = self.copies.get(layer, slots[mine], head)
             k[mine, head], v[mine, head] = exact_k.to(k), exact_v.to(v)
         if self._own is not None:
             place = self._own.place[slots]
@@ -87,7 +87,7 @@ class RepairedCache:
         return k, v
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Part of `Pool`; a packed cache is written as codes, see `PackedCache.write`."""
+        """Part of `Pool`; a packed cache is written as codes, see `PackedKV.write`."""
         raise NotImplementedError("a packed cache is written as codes")
 
     def restore(self, layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from witcert_core.cache.protocols import Pool, Side
-from witcert_core.meter.batching import SideBySide, side_by_side
+from witcert_core.cache.protocols import Pool, SlotErrors
+from witcert_core.meter.batching import RowBatch, batch_rows
 from witcert_core.meter.cells import Terms, bounds_of, sum_terms
 from witcert_core.meter.kernel_error import KernelArithmetic, kernel_radius
 from witcert_core.meter.measure import centred, key_radii
@@ -90,8 +90,8 @@ class GatedRows:
         self,
         call: LayerCall,
         requests: Sequence[RequestRows],
-        batch: SideBySide,
-        side: Side,
+        batch: RowBatch,
+        side: SlotErrors,
         form: str,
         head: int | None = None,
     ) -> None:
@@ -215,7 +215,7 @@ def terms_of(terms: Terms, cells: slice) -> Terms:
 def together(
     call: LayerCall,
     requests: Sequence[RequestRows],
-    side: Side,
+    side: SlotErrors,
     form: str,
     num_kv_heads: int,
     only: int | None = None,
@@ -230,7 +230,7 @@ def together(
         by_rows.setdefault(len(request.q), []).append(number)
     for numbers in by_rows.values():
         alike = [requests[n] for n in numbers]
-        for batch in side_by_side([request.slots for request in alike], alike[0].q.numel()):
+        for batch in batch_rows([request.slots for request in alike], alike[0].q.numel()):
             whole = [numbers[row] for row in batch.rows]
             cells = alike[0].q[..., 0].numel() * len(batch.rows)
             if len(heads) > 1 and cells * len(batch.slots) <= MAX_TOGETHER:

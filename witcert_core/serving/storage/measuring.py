@@ -59,7 +59,7 @@ def observe(
     places = [slots if call.window_left < 0 else slots[-(call.window_left + 1) :] for slots in seen]
     compare(step, plan, call, call.q[plan.tokens], lambda number: read(places[number]))
     if any(delta > 0 for delta in delta_loc):
-        step.witness_summed[call.layer] = summed([0.0] * len(delta_loc), False)
+        step.deterministic_summed[call.layer] = summed([0.0] * len(delta_loc), False)
 
 
 def gate(
@@ -102,7 +102,9 @@ def gate(
         )
     step.summed[call.layer] = stacked([outcome.cells for outcome in outcomes])
     if any(delta > 0 for delta in delta_loc):
-        step.witness_summed[call.layer] = stacked([outcome.witness_cells or outcome.cells for outcome in outcomes])
+        step.deterministic_summed[call.layer] = stacked(
+            [outcome.deterministic_cells or outcome.cells for outcome in outcomes]
+        )
 
 
 def compare(

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from witcert_core.cache.packed import PackedCache
+from witcert_core.cache.packed import PackedKV
 from witcert_core.serving.calls import AttentionCall
 
 ENOUGH = 64
@@ -25,7 +25,7 @@ MOST = 256
 class OutlierChoice:
     """The choices of one process, a layer each; layers without outliers in 16 bit have none to make."""
 
-    def __init__(self, cache: PackedCache) -> None:
+    def __init__(self, cache: PackedKV) -> None:
         self.cache = cache
         self._kept: dict[int, list[AttentionCall]] = {
             number: [] for number, layer in cache.layers.items() if layer.k_bypass is not None
@@ -52,7 +52,7 @@ class OutlierChoice:
         if final:
             del self._kept[call.layer]
             for other in kept:
-                self.cache.row_ids[other.slots] = self.cache.row_ids[call.slots[:1]]
+                self.cache.pass_ids[other.slots] = self.cache.pass_ids[call.slots[:1]]
             return kept
         kept.append(_copied(call))
         return []

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from witcert_core.cache.packed import PackedCache, PackedLayer
+from witcert_core.cache.packed import PackedKV, PackedLayer
 from witcert_core.errors import UnsupportedError
 from witcert_core.meter.kernel_error import KernelArithmetic
 from witcert_core.policy.model import Policy
-from witcert_core.serving.calls import AttentionCall, Coded
+from witcert_core.serving.calls import AttentionCall, Quantized
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RowPlan
@@ -27,7 +27,7 @@ from witcert_core.serving.storage.gated_rows import LayerCall
 from witcert_core.serving.storage.gathered import Gathered, gather
 from witcert_core.serving.storage.outliers import OutlierChoice
 from witcert_core.serving.storage.repair import BlockRepairer
-from witcert_core.serving.storage.simulated import Rewritten, block_repairer, shadow_store
+from witcert_core.serving.storage.simulated import Rewritten, block_repairer, exact_copies
 
 
 class PackedStorage:
@@ -38,7 +38,7 @@ class PackedStorage:
         self.geometry = geometry
         self.encoder = encoder
         self.metered_layers = frozenset(policy.meter.layers_of(geometry.layers))
-        self.cache = PackedCache(layers, encoder.row_ids, encoder.dither_key, geometry.kv_head_ids, geometry.rotary)
+        self.cache = PackedKV(layers, encoder.pass_ids, encoder.dither_key, geometry.kv_head_ids, geometry.rotary)
         pairs = encoder.quantizer.bypass_pairs
         if pairs and any(layer.k_bypass is None for layer in layers.values()):
             raise UnsupportedError(
@@ -50,9 +50,9 @@ class PackedStorage:
         self.repaired: RepairedCache | None = None
         self.repairer: BlockRepairer | None = None
         if policy.repairs:
-            shadow = shadow_store(policy, geometry)
-            self.repaired = RepairedCache(self.cache, shadow, geometry.num_slots, geometry.num_kv_heads)
-            self.repairer = block_repairer(policy, self.repaired, shadow, len(self.metered_layers))
+            copies = exact_copies(policy, geometry)
+            self.repaired = RepairedCache(self.cache, copies, geometry.num_slots, geometry.num_kv_heads)
+            self.repairer = block_repairer(policy, self.repaired, copies, len(self.metered_layers))
         self.exact_k: dict[int, Tensor] = {}
         if policy.meter.audit_every > 0:
             shape = (geometry.num_slots, geometry.num_kv_heads, geometry.head_dim)
@@ -90,10 +90,10 @@ class PackedStorage:
         )
 
     def status(self) -> dict[str, int]:
-        shadow = None if self.repaired is None else self.repaired.shadow
+        copies = None if self.repaired is None else self.repaired.copies
         return {
-            "bytes_shadow": 0 if shadow is None else shadow.nbytes,
-            "shadow_slots": 0 if shadow is None else shadow.num_rows,
+            "bytes_copies": 0 if copies is None else copies.nbytes,
+            "copy_slots": 0 if copies is None else copies.num_rows,
             "bytes_packed_pool": self.cache.nbytes,
         }
 
@@ -129,16 +129,16 @@ class PackedStorage:
         """Keys and values that the codes in `slots` [N] stand for."""
         return self.cache.read(layer, slots)
 
-    def _encode(self, call: AttentionCall) -> tuple[Coded, Coded]:
+    def _encode(self, call: AttentionCall) -> tuple[Quantized, Quantized]:
         coded_k = self.cache.to_encode(call.layer, call.exact_k)
         return self.encoder.encode(call.layer, call.slots, call.positions, coded_k, call.exact_v)
 
-    def _write(self, call: AttentionCall, k: Coded, v: Coded) -> None:
+    def _write(self, call: AttentionCall, k: Quantized, v: Quantized) -> None:
         self._store(call, k, v)
         if self.repaired is not None:
-            self.repaired.shadow.put(call.layer, call.slots, call.exact_k, call.exact_v)
+            self.repaired.copies.put(call.layer, call.slots, call.exact_k, call.exact_v)
 
-    def _store(self, call: AttentionCall, k: Coded, v: Coded) -> None:
+    def _store(self, call: AttentionCall, k: Quantized, v: Quantized) -> None:
         if k.codes is None or v.codes is None:
             raise UnsupportedError(f"quantizer {self.encoder.quantizer.name!r} gives no codes to pack")
         self.cache.write(call.layer, call.slots, call.exact_k, call.exact_v, k.codes, v.codes)

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from witcert_core.cache.exact_copies import ShadowStore
-from witcert_core.cache.protocols import Side, Sides
+from witcert_core.cache.exact_copies import ExactCopies
+from witcert_core.cache.protocols import SlotErrors, StoredErrors
 from witcert_core.errors import PluginError
 from witcert_core.meter.audit import Attended, Audit, compare_rows
-from witcert_core.meter.batching import side_by_side
+from witcert_core.meter.batching import batch_rows
 from witcert_core.meter.cells import Terms
 from witcert_core.meter.kernel_error import KernelArithmetic
 from witcert_core.meter.measure import Summed
@@ -35,14 +35,14 @@ class Outcome:
     """What the gate did for one request in one layer.
 
     cells: the sums of its cells, all KV heads. outputs: KV head -> [R, G, Dv] in the query's dtype, for heads whose
-    output must replace the engine's. status [R, H] int64 of `CellStatus`. witness_cells: the same cells under the
+    output must replace the engine's. status [R, H] int64 of `CellStatus`. deterministic_cells: the same cells under the
     deterministic radii, where `cells` used the dither law. gave_up: why some cell stayed above its target, if one did.
     """
 
     cells: Summed
     status: Tensor
     outputs: dict[int, Tensor] = field(default_factory=dict)
-    witness_cells: Summed | None = None
+    deterministic_cells: Summed | None = None
     repaired_blocks: int = 0
     repaired_bytes: int = 0
     gave_up: str = ""
@@ -59,8 +59,8 @@ class BlockRepairer:
     def __init__(
         self,
         gate: Gate,
-        store: Sides,
-        shadow: ShadowStore,
+        store: StoredErrors,
+        copies: ExactCopies,
         *,
         block_size: int,
         max_pagein_bytes: int | None,
@@ -69,8 +69,8 @@ class BlockRepairer:
     ) -> None:
         self.gate = gate
         self.store = store
-        self.shadow = shadow
-        self.num_kv_heads = shadow.num_kv_heads
+        self.copies = copies
+        self.num_kv_heads = copies.num_kv_heads
         self.block_size = block_size
         self.max_pagein_bytes = max_pagein_bytes
         self.form = form
@@ -98,7 +98,7 @@ class BlockRepairer:
         then is.
         """
         for rows in requests:
-            self.shadow.touch(rows.slots)
+            self.copies.touch(rows.slots)
         every = [(number, head) for number in range(len(requests)) for head in range(self.num_kv_heads)]
         heads = {place: _HeadState(now, now.meter) for place, now in self._look(call, requests, every)}
         slots = torch.cat([rows.slots for rows in requests])
@@ -147,7 +147,7 @@ class BlockRepairer:
         named = [requests[number] for number in numbers]
         for found, of_heads, group in together(call, named, side, self.form, self.num_kv_heads, only):
             deltas = [group_rows.delta_loc for group_rows in group.requests]
-            for index, looks in zip(found, group.look(deltas, self.block_size, self.shadow.has), strict=True):
+            for index, looks in zip(found, group.look(deltas, self.block_size, self.copies.has), strict=True):
                 for head, now in zip(of_heads, looks, strict=True):
                     if (numbers[index], head) in wanted:
                         yield (numbers[index], head), now
@@ -169,11 +169,11 @@ class BlockRepairer:
                 f"gate {self.gate.name!r} wants block {decision.block} of {now.risk.numel()} repaired, which is "
                 "exact already or does not exist; it would ask for ever"
             )
-        k, v = self.shadow.get(call.layer, wanted, head)
+        k, v = self.copies.get(call.layer, wanted, head)
         call.pool.restore(call.layer, wanted, head, k, v)
         self.store[call.layer].head(head).mark_exact(wanted)
         self._touched[call.layer, head].append(wanted)
-        moved = wanted.numel() * self.shadow.bytes_per_token_head
+        moved = wanted.numel() * self.copies.bytes_per_token_head
         state.blocks += 1
         state.bytes += moved
         self._moved[rows.request_id][call.layer] += moved
@@ -193,7 +193,7 @@ class BlockRepairer:
             cells=_merge([head.terms for head in heads], seen, rows.delta_loc, self.form, has_sink, audit),
             status=_side_by_side([head.status for head in heads], len(rows.q)),
             outputs={i: head.output for i, head in enumerate(heads) if head.output is not None},
-            witness_cells=_merge(certain, seen, 0.0, self.form, has_sink, None) if rows.delta_loc > 0 else None,
+            deterministic_cells=_merge(certain, seen, 0.0, self.form, has_sink, None) if rows.delta_loc > 0 else None,
             repaired_blocks=sum(head.blocks for head in heads),
             repaired_bytes=sum(head.bytes for head in heads),
             gave_up="; ".join(sorted({head.gave_up for head in heads if head.gave_up})),
@@ -234,7 +234,7 @@ class BlockRepairer:
             block_risk=now.risk,
             repaired=now.repaired,
             available=now.available,
-            block_bytes=self.block_size * self.shadow.bytes_per_token_head,
+            block_bytes=self.block_size * self.copies.bytes_per_token_head,
             bytes_left=self.bytes_left(rows.request_id, call.layer),
             value_risk=now.value_risk,
             out_least=now.out_least.where(reads, 0.0),
@@ -272,8 +272,8 @@ class _HeadOutcome:
 class _HeadRows(GatedRows):
     """One KV head of one request, of which blocks are restored: R rows times G query heads."""
 
-    def __init__(self, call: LayerCall, rows: RequestRows, side: Side, form: str, head: int) -> None:
-        (batch,) = side_by_side([rows.slots], 1)
+    def __init__(self, call: LayerCall, rows: RequestRows, side: SlotErrors, form: str, head: int) -> None:
+        (batch,) = batch_rows([rows.slots], 1)
         super().__init__(call, [rows], batch, side, form, head)
         self.rows, self.head = rows, head
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from witcert_core.cache.bands import BandMap, band_map
 from witcert_core.cache.capacity import choose_bands
-from witcert_core.cache.exact_copies import ShadowStore
-from witcert_core.cache.protocols import Pool, Sides
-from witcert_core.cache.schedule import ClosingRule, DueTokens, OpenTokens
-from witcert_core.cache.witness_store import SlotStore
+from witcert_core.cache.exact_copies import ExactCopies
+from witcert_core.cache.protocols import Pool, StoredErrors
+from witcert_core.cache.schedule import PendingTokens, QuantizeSchedule, ReadyTokens
+from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import KINDS
-from witcert_core.serving.calls import AttentionCall, Coded
+from witcert_core.serving.calls import AttentionCall, Quantized
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RowPlan
@@ -50,7 +50,7 @@ class SimulatedCache:
         self.encoder = encoder
         self.quantized_layers = frozenset(policy.quantizer.layers_of(geometry.layers))
         self.metered_layers = frozenset(policy.meter.layers_of(geometry.layers))
-        self.store = SlotStore(
+        self.store = WitnessStore(
             quantizer=encoder.quantizer,
             layers=geometry.layers,
             num_slots=geometry.num_slots,
@@ -63,15 +63,15 @@ class SimulatedCache:
             sketch_bits=policy.sketch_bits,
             device=geometry.device,
         )
-        rule = ClosingRule.of(encoder.quantizer)
-        self.open = None if rule.immediate else OpenTokens(rule, geometry.num_slots, geometry.device)
-        self.due: DueTokens | None = None
+        rule = QuantizeSchedule.of(encoder.quantizer)
+        self.open = None if rule.immediate else PendingTokens(rule, geometry.num_slots, geometry.device)
+        self.due: ReadyTokens | None = None
         self.rewritten: Rewritten | None = None
-        self.shadow = shadow_store(policy, geometry) if policy.repairs else None
+        self.copies = exact_copies(policy, geometry) if policy.repairs else None
         self.repairer: BlockRepairer | None = None
-        if self.shadow is not None:
+        if self.copies is not None:
             gated = self.metered_layers & self.quantized_layers
-            self.repairer = block_repairer(policy, self.store, self.shadow, len(gated))
+            self.repairer = block_repairer(policy, self.store, self.copies, len(gated))
 
     @property
     def bytes_side(self) -> int:
@@ -86,8 +86,8 @@ class SimulatedCache:
         if self.open is not None:
             self.open.written(slots)
             self.due = self.open.due(requests)
-        if self.shadow is not None and self.repairer is not None:
-            self.shadow.claim(slots)
+        if self.copies is not None and self.repairer is not None:
+            self.copies.claim(slots)
             self.repairer.begin_pass()
 
     def forget(self, request_id: str) -> None:
@@ -99,8 +99,8 @@ class SimulatedCache:
         self.store.move(target, source)
         if self.open is not None:
             self.open.moved(target, source)
-        if self.shadow is not None:
-            self.shadow.drop(target)
+        if self.copies is not None:
+            self.copies.drop(target)
 
     def overwritten(self, slots: Tensor) -> None:
         """The engine wrote `slots` from elsewhere: nothing is known about them any more."""
@@ -108,15 +108,15 @@ class SimulatedCache:
             self.store.mark_unknown(layer, slots)
         if self.open is not None:
             self.open.overwritten(slots)
-        if self.shadow is not None:
-            self.shadow.drop(slots)
+        if self.copies is not None:
+            self.copies.drop(slots)
 
     def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
         """Attention that reads the chunk exactly or as stored; the pool holds quantized tokens afterwards."""
         quantized = call.layer in self.quantized_layers
         if quantized and self.open is not None:
             return self._attend_open(call, plan, step, deltas)
-        k, v = self._encode(call) if quantized else (Coded(call.exact_k, None), Coded(call.exact_v, None))
+        k, v = self._encode(call) if quantized else (Quantized(call.exact_k, None), Quantized(call.exact_v, None))
         early, late = _halves(call, k, v)
         if early is None:
             out = call.run(None, None)
@@ -142,14 +142,14 @@ class SimulatedCache:
         """Keys and values that attention reads in `slots` [N] from now on."""
         return self.pool.read(layer, slots)
 
-    def _encode(self, call: AttentionCall) -> tuple[Coded, Coded]:
+    def _encode(self, call: AttentionCall) -> tuple[Quantized, Quantized]:
         return self.encoder.encode(call.layer, call.slots, call.positions, call.exact_k, call.exact_v)
 
     def _attend_open(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
         """The new tokens are open; a request that reads what is stored has its due ones closed before attention."""
         if self.encoder.quantizer.space == "pre_rope":
             self._check_positions(call, plan)
-        exact = Coded(call.exact_k, None), Coded(call.exact_v, None)
+        exact = Quantized(call.exact_k, None), Quantized(call.exact_v, None)
         first_token = torch.tensor([0, *plan.new_tokens[:-1]], device=call.slots.device).cumsum(0)
         early = call.early[first_token]
         if early.any():
@@ -195,9 +195,9 @@ class SimulatedCache:
                 f"cannot be had for quantizer {self.encoder.quantizer.name!r} here"
             )
 
-    def _account(self, call: AttentionCall, k: Coded, v: Coded) -> None:
-        if self.shadow is not None:
-            self.shadow.put(call.layer, call.slots, call.exact_k, call.exact_v)
+    def _account(self, call: AttentionCall, k: Quantized, v: Quantized) -> None:
+        if self.copies is not None:
+            self.copies.put(call.layer, call.slots, call.exact_k, call.exact_v)
         stored_k, stored_v = self.pool.read(call.layer, call.slots)
         self.store.write(
             call.layer,
@@ -236,17 +236,17 @@ class SimulatedCache:
 
     def status(self) -> dict[str, int]:
         """Memory of the exact copies for repairs, for the banner."""
-        shadow = self.shadow
+        copies = self.copies
         return {
-            "bytes_shadow": 0 if shadow is None else shadow.nbytes,
-            "shadow_slots": 0 if shadow is None else shadow.num_rows,
+            "bytes_copies": 0 if copies is None else copies.nbytes,
+            "copy_slots": 0 if copies is None else copies.num_rows,
         }
 
 
-_Half = tuple[AttentionCall, Coded, Coded]
+_Half = tuple[AttentionCall, Quantized, Quantized]
 
 
-def _halves(call: AttentionCall, k: Coded, v: Coded) -> tuple[_Half | None, _Half | None]:
+def _halves(call: AttentionCall, k: Quantized, v: Quantized) -> tuple[_Half | None, _Half | None]:
     """The tokens that are read as stored in this pass already, and those that are not; None where there are none."""
     alike = call.alike
     if alike is not None:
@@ -264,17 +264,17 @@ def bands_of(policy: Policy, geometry: Geometry) -> BandMap:
     )
 
 
-def block_repairer(policy: Policy, store: Sides, shadow: ShadowStore, num_layers: int) -> BlockRepairer:
+def block_repairer(policy: Policy, store: StoredErrors, copies: ExactCopies, num_layers: int) -> BlockRepairer:
     """The gate of a policy at work over `num_layers` layers.
 
     Under the dither law each layer gets an equal share of `gate.max_pagein_bytes`, fixed in advance (see
     `BlockRepairer`).
     """
-    limit, apart = policy.gate.max_pagein_bytes, policy.tier == "dither"
+    limit, apart = policy.gate.max_pagein_bytes, policy.tier == "probabilistic"
     return BlockRepairer(
         policy.build_gate(),
         store,
-        shadow,
+        copies,
         block_size=policy.gate.block_size,
         max_pagein_bytes=limit // max(num_layers, 1) if apart and limit is not None else limit,
         layers_apart=apart,
@@ -282,16 +282,16 @@ def block_repairer(policy: Policy, store: Sides, shadow: ShadowStore, num_layers
     )
 
 
-def shadow_store(policy: Policy, geometry: Geometry) -> ShadowStore:
-    """Exact copies for repairs, as many slots as `gate.shadow_bytes` allows (null: every slot of the pool)."""
+def exact_copies(policy: Policy, geometry: Geometry) -> ExactCopies:
+    """Exact copies for repairs, as many slots as `gate.copy_bytes` allows (null: every slot of the pool)."""
     width = geometry.head_dim + geometry.v_head_dim
     per_slot = len(geometry.layers) * geometry.num_kv_heads * width * geometry.pool_dtype.itemsize
-    limit = policy.gate.shadow_bytes
+    limit = policy.gate.copy_bytes
     if limit is not None and limit < per_slot:
         raise UnsupportedError(
-            f"gate.shadow_bytes is {limit}; one slot of this model takes {per_slot} bytes: allow that, or null for all"
+            f"gate.copy_bytes is {limit}; one slot of this model takes {per_slot} bytes: allow that, or null for all"
         )
-    return ShadowStore(
+    return ExactCopies(
         layers=geometry.layers,
         num_slots=geometry.num_slots,
         num_rows=geometry.num_slots if limit is None else limit // per_slot,

@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NO_ROW = -1
+NO_COPY = -1
 
 
-class SideRows:
+class CopyIndex:
     """The index of up to `num_rows` rows, at most one a slot."""
 
     def __init__(self, num_slots: int, num_rows: int) -> None:
         rows = min(num_rows, num_slots)
-        self._row_of = torch.full((num_slots,), NO_ROW, dtype=torch.int64)
-        self._slot_of = torch.full((rows,), NO_ROW, dtype=torch.int64)
+        self._copy_of = torch.full((num_slots,), NO_COPY, dtype=torch.int64)
+        self._slot_of = torch.full((rows,), NO_COPY, dtype=torch.int64)
         self._used = torch.zeros(rows, dtype=torch.int64)
         self._clock = 0
 
@@ -49,19 +49,19 @@ class SideRows:
         # Free rows carry the oldest stamp of all, so they are taken before anything is evicted.
         rows = torch.argsort(self._used, stable=True)[: wanted.numel()]
         evicted = self._slot_of[rows]
-        self._row_of[evicted[evicted != NO_ROW]] = NO_ROW
+        self._copy_of[evicted[evicted != NO_COPY]] = NO_COPY
         self._slot_of[rows] = wanted
-        self._row_of[wanted] = rows
+        self._copy_of[wanted] = rows
         self._used[rows] = self._clock
 
     def rows(self, slots: Tensor) -> Tensor:
-        """int64 [N] on the host: the row of each of `slots` [N], NO_ROW without one."""
-        found: Tensor = self._row_of[_on_host(slots)]
+        """int64 [N] on the host: the row of each of `slots` [N], NO_COPY without one."""
+        found: Tensor = self._copy_of[_on_host(slots)]
         return found
 
     def has(self, slots: Tensor) -> Tensor:
         """bool [N], where `slots` are: whether each has a row."""
-        return (self.rows(slots) != NO_ROW).to(slots.device)
+        return (self.rows(slots) != NO_COPY).to(slots.device)
 
     def drop(self, slots: Tensor) -> None:
         """Forget what was kept of `slots`: something else is in them now."""
@@ -70,14 +70,14 @@ class SideRows:
     def touch(self, slots: Tensor) -> None:
         """Count the rows of `slots` as used now: a request being served reads them."""
         rows = self.rows(slots)
-        self._used[rows[rows != NO_ROW]] = self._clock
+        self._used[rows[rows != NO_COPY]] = self._clock
 
     def _release(self, slots: Tensor) -> None:
-        rows = self._row_of[slots]
-        rows = rows[rows != NO_ROW]
-        self._slot_of[rows] = NO_ROW
+        rows = self._copy_of[slots]
+        rows = rows[rows != NO_COPY]
+        self._slot_of[rows] = NO_COPY
         self._used[rows] = 0
-        self._row_of[slots] = NO_ROW
+        self._copy_of[slots] = NO_COPY
 
 
 def _on_host(slots: Tensor) -> Tensor:
