@@ -11,7 +11,6 @@ from witcert_core.evaluate.ruler import NATURAL
 from witcert_core.evaluate.settings import parse_mode
 from witcert_core.evaluate.task_registry import choose_source, choose_tasks
 from witcert_core.meter.measure import _check_options
-from witcert_core.policy.gates import build_gate
 from witcert_core.policy.model import parse_policy
 from witcert_core.policy.plugins import gate_registry, quantizer_registry
 from witcert_core.policy.presets import preset_text
@@ -34,8 +33,7 @@ def policy(**sections: object) -> object:
     [
         (lambda: quantizer_registry().get("FP8_E4M3_CAST"), "fp8_e4m3_cast"),
         (lambda: gate_registry().cls("Combined"), "combined"),
-        (lambda: build_gate("Certified"), "certified"),
-        (lambda: build_gate("certified", target="TV"), "tv"),  # type: ignore[arg-type]
+        (lambda: policy(gate={"target": "TV"}), "tv"),
         (lambda: preset_text("Observe"), "observe"),
         (lambda: policy(meter={"form": "JENSEN"}), "jensen"),
         (lambda: policy(gate={"kind": "Risk_Ranked"}), "risk_ranked"),

@@ -328,7 +328,7 @@ def test_modes_become_gates(tmp_path: Path):
     base = base_settings(None)
     assert build_policy(base, spec, "raw").gate.kind == "observe"
     assert build_policy(base, spec, "gated").gate.kind == "combined"
-    assert build_policy(base, spec, "gated").meter.stride == 1
+    assert build_policy(base, spec, "gated").stride == 1
     four = parse_quantizer("int4_token_group@8")
     assert [build_policy(base, four, mode).sketch_bits for mode in ("raw", "gated", "exact")] == [8, 8, 0]
     assert build_policy(base, parse_quantizer("int4_token_group"), "raw").sketch_bits == 0
@@ -341,7 +341,7 @@ def test_modes_become_gates(tmp_path: Path):
     mine = base_settings(file)
     assert build_policy(mine, spec, "gated").gate.tau == 0.3
     assert build_policy(mine, spec, "exact").tier == "deterministic"
-    assert build_policy(mine, spec, "raw").meter.stride == 4
+    assert build_policy(mine, spec, "raw").stride == 4
     with pytest.raises(PolicyError, match="raw: quantizer int4"):
         build_policy(mine, parse_quantizer("int4_token_group"), "raw")
 

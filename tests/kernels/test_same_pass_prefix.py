@@ -67,7 +67,7 @@ class Served:
         layer = PackedLayer(side(D, 0, torch.int8), side(D, 0, torch.int8), *scales)
         store: Any = {0: layer} if packed else self.pool
         self.runtime = Runtime(
-            "test", policy, policy.build_quantizer(), geometry, lambda e: kind(policy, geometry, store, e), None
+            "test", policy, policy.resolved_quantizer, geometry, lambda e: kind(policy, geometry, store, e), None
         )
         self.exact = {x: torch.zeros(SLOTS, D, dtype=torch.float64) for x in "kv"}
 

@@ -44,7 +44,7 @@ class Served:
         settings = {"stride": 1, "audit_every": 1, "max_rows": 1, **meter}
         chosen = {"name": name, "storage": "packed"}
         policy = parse_policy({"version": 1, "quantizer": chosen, "meter": settings, "gate": gate or {}})
-        quantizer = policy.build_quantizer()
+        quantizer = policy.resolved_quantizer
         geometry = Geometry("test", HQ, (LAYER,), HQ, HKV, (0, 1), D, D, SLOTS, torch.float32, RotarySpec(D), device)
 
         def side(width: int, value: float, dtype: torch.dtype) -> Tensor:

@@ -72,7 +72,12 @@ class Served:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("secrets.randbits", lambda _bits: 5)  # two runs with the same dither
             self.runtime = Runtime(
-                "test", policy, policy.build_quantizer(), geometry, lambda e: kind(policy, geometry, self.pool, e), None
+                "test",
+                policy,
+                policy.resolved_quantizer,
+                geometry,
+                lambda e: kind(policy, geometry, self.pool, e),
+                None,
             )
         self.requests = TwoRequests(SLOTS, self.gen, device)
 

@@ -62,7 +62,7 @@ def test_the_mass_that_casting_weights_loses_is_in_the_output_bound(dtype):
     q = torch.zeros(1, 1, dim, dtype=dtype)
     q[..., 0] = 1.0
     store = WitnessStore(
-        quantizer=parse_policy({"version": 1, "quantizer": {"name": "none"}}).build_quantizer(),
+        quantizer=parse_policy({"version": 1, "quantizer": {"name": "none"}}).resolved_quantizer,
         layers=[0],
         num_slots=count,
         num_kv_heads=1,

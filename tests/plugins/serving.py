@@ -111,7 +111,7 @@ class MiniEngine:
         def make_cache(encoder: Encoder) -> SimulatedCache:
             return kind(policy, geometry, self.pool, encoder)
 
-        self.runtime = Runtime("test", policy, policy.build_quantizer(), geometry, make_cache, None, tables=tables)
+        self.runtime = Runtime("test", policy, policy.resolved_quantizer, geometry, make_cache, None, tables=tables)
         self.stored_reads = policy.prefill_reads == "stored"
 
     def take(self, count: int) -> Tensor:

@@ -24,7 +24,7 @@ def policy(quantizer: str = "int4_token_group", **sections: Any) -> Policy:
 def test_defaults() -> None:
     p = policy()
     assert (p.prefill_reads, p.tier, p.repairs) == ("chunk_exact", "deterministic", False)
-    assert (p.meter.form, p.meter.delta, p.meter.max_rows, p.meter.stride) == ("auto", 0.01, 8, 32)
+    assert (p.meter.form, p.meter.delta, p.meter.max_rows, p.stride) == ("auto", 0.01, 8, 32)
     assert (p.meter.audit_every, p.meter.declared_rows, p.meter.layers) == (0, None, None)
     assert (p.gate.kind, p.gate.target, p.gate.tau, p.gate.tau_out, p.gate.risk_tau) == (
         "observe",
@@ -212,14 +212,14 @@ def test_sketches_and_the_law_of_a_dither_exclude_each_other() -> None:
 
 @pytest.mark.parametrize("kind", ["certified", "risk_ranked", "combined"])
 def test_a_gate_that_repairs_meters_every_row(kind: str) -> None:
-    assert policy(gate={"kind": kind}).meter.stride == 1
+    assert policy(gate={"kind": kind}).stride == 1
     assert policy(gate={"kind": kind}, meter={"stride": 1}).repairs
     with pytest.raises(PolicyError, match=f"meter.stride: is 32, but gate '{kind}' repairs and needs every cell"):
         policy(gate={"kind": kind}, meter={"stride": 32})
 
 
 def test_observing_keeps_its_stride() -> None:
-    assert policy(gate={"kind": "observe"}, meter={"stride": 7}).meter.stride == 7
+    assert policy(gate={"kind": "observe"}, meter={"stride": 7}).stride == 7
 
 
 @pytest.mark.parametrize(
@@ -244,11 +244,11 @@ def test_it_builds_what_it_names() -> None:
             "gate": {"kind": "combined", "tau": 0.3, "tau_out": 0.4, "risk_tau": 2.0, "target": "tv"},
         }
     )
-    assert (p.build_quantizer().name, p.build_quantizer().bytes_per_token_head(128)) == (
+    assert (p.resolved_quantizer.name, p.resolved_quantizer.bytes_per_token_head(128)) == (
         "int4_token_group",
         144.0,
     )
-    assert p.build_gate() == Combined("tv", 0.3, 0.4, 2.0)
+    assert p.resolved_gate == Combined("tv", 0.3, 0.4, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_presets_are_valid_and_commented(preset: str, tmp_path: Path) -> None:
         "int8": ("int8_dither", "probabilistic", "observe", 32),
         "gated": ("int4_token_group", "deterministic", "combined", 1),
     }[preset]
-    assert (p.quantizer.name, p.tier, p.gate.kind, p.meter.stride) == expected
+    assert (p.quantizer.name, p.tier, p.gate.kind, p.stride) == expected
     assert preset_text(preset).count("#") >= 8
 
 

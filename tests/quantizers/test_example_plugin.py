@@ -20,7 +20,7 @@ from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.quantizers.conformance import check_quantizer
 
 registry = quantizer_registry()
-quantizer = load_policy(sys.argv[1]).build_quantizer()
+quantizer = load_policy(sys.argv[1]).resolved_quantizer
 for head_dim in (64, 80, 128):
     check_quantizer(quantizer, head_dim)
 x = torch.tensor([0.3, 0.26, -100.0] + [0.0] * 61).reshape(1, 1, 64)

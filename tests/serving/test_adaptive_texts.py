@@ -51,7 +51,7 @@ class Served:
         def make_cache(encoder: Any) -> SimulatedCache:
             return SimulatedCache(policy, geometry, self, encoder)
 
-        self.runtime = Runtime("test", policy, policy.build_quantizer(), geometry, make_cache, None)
+        self.runtime = Runtime("test", policy, policy.resolved_quantizer, geometry, make_cache, None)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         return self.k[slots], self.v[slots]

@@ -93,7 +93,7 @@ def play(salt: int, gate: dict[str, Any], storage: str) -> tuple[list[Tensor], l
             return PackedStorage(policy, geometry, layers, encoder)
         return SimulatedCache(policy, geometry, pool, encoder)
 
-    runtime = Runtime("test", policy, policy.build_quantizer(), geometry, make_cache, None)
+    runtime = Runtime("test", policy, policy.resolved_quantizer, geometry, make_cache, None)
     weights = torch.randn(LAYERS, 3, D, D) / D**0.5
     texts = {rid: torch.randn(40, D) * 4 for rid in "ab"}
     texts["b"][:SHARED] = texts["a"][:SHARED]

@@ -54,7 +54,7 @@ class Engine:
         }
         policy = parse_policy({"version": 1, "quantizer": chosen, "meter": meter, **sections})
         self.requests = ReqToTokenPool(size=4, max_context_len=128, device="cpu", enable_memory_saver=False)
-        built = policy.build_quantizer()
+        built = policy.resolved_quantizer
         method = PackedMethod(built.stored_witness, built.bypass_pairs, dtype) if storage == "packed" else None
         pool_dtype = torch.int8 if storage == "packed" else dtype
         if isinstance(own_pool, torch.dtype):
@@ -77,7 +77,7 @@ class Engine:
             rotary=RotarySpec(D),
             device="cpu",
         )
-        self.runtime = SglangRuntime(policy, policy.build_quantizer(), geometry, self.pool, None)
+        self.runtime = SglangRuntime(policy, policy.resolved_quantizer, geometry, self.pool, None)
         self.runner.sliding_window_size = window if window >= 0 else None
         self.backend = stock(self.runner)
         self.backend.__class__ = metered(type(self.backend))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.sglang
 def hooks() -> list[Hook]:
     packed = {"version": 1, "quantizer": {"name": "int8_dither", "storage": "packed"}}
     policy = parse_policy(packed)
-    return Installation(policy, policy.build_quantizer()).hooks()
+    return Installation(policy, policy.resolved_quantizer).hooks()
 
 
 def test_sglang_keeps_the_contract() -> None:

@@ -452,7 +452,7 @@ REFUSED = {
 def test_the_doctor_and_the_server_have_one_verdict(path: Path) -> None:
     """Of every published configuration; after a refusal the doctor speaks of no layers that it would meter."""
     found = list(of_model(str(path), policy_of()))
-    server = Installation(policy_of(), policy_of().build_quantizer())
+    server = Installation(policy_of(), policy_of().resolved_quantizer)
     args = SimpleNamespace(model_path=str(path), kv_cache_dtype="auto", attention_backend="triton", device="cpu")
     if path.name in SERVED:
         assert {finding.level for finding in found} <= {"ok", "note"}
@@ -507,7 +507,7 @@ def test_a_pool_of_another_kind_is_named_before_it_is_looked_into(
 ) -> None:
     """In a scheduler: the pool's class comes first, and one line is all there is."""
     policy = policy_of(quantizer={"name": quantizer}, prefill_reads="stored")
-    server = Installation(policy, policy.build_quantizer())
+    server = Installation(policy, policy.resolved_quantizer)
     args = SimpleNamespace(kv_cache_dtype="auto", attention_backend="torch_native", device="cpu")
     monkeypatch.setattr(server, "checked_options", lambda _args: args)
     runner = SimpleNamespace(
@@ -527,7 +527,7 @@ def test_a_pool_of_another_kind_is_named_before_it_is_looked_into(
 def test_an_error_of_ours_at_the_start_is_one_line_that_names_it(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = Installation(policy_of(), policy_of().build_quantizer())
+    server = Installation(policy_of(), policy_of().resolved_quantizer)
     monkeypatch.setattr(server, "build_runtime", lambda *_: MHATokenToKVPool.layer_number)
     with (
         caplog.at_level("DEBUG", "witcert_core.serving.startup"),

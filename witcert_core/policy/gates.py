@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
-
-from witcert_core.errors import PolicyError, did_you_mean, listed
 
 SATURATED = 0.9
 """At this bound a cell is told next to nothing, and certifying it would cost most of its blocks."""
@@ -244,31 +242,3 @@ class Combined:
         status = torch.where(missed, status, CellStatus.WITHIN_TARGET).to(torch.int64)
         by_output = not bool((wanting & (over_tv | saturated)).any())
         return _next(state, wanting, status, by_output, hopeless & asked)
-
-
-def build_gate(
-    kind: str, *, target: Target = "both", tau: float = 0.2, tau_out: float = 0.1, risk_tau: float = 5.0
-) -> Gate:
-    """The built-in gate of that name, with a policy's settings.
-
-    Raises:
-        PolicyError: the name is not a built-in gate, or a threshold has no meaning.
-    """
-    if target not in ("tv", "output", "both"):
-        targets = get_args(Target)
-        raise PolicyError(f"gate target is {target!r}{did_you_mean(target, targets)}; allowed are {listed(targets)}")
-    if not 0.0 < tau <= 1.0 or not tau_out > 0.0 or not risk_tau > 0.0:
-        raise PolicyError(
-            f"gate thresholds are tau={tau}, tau_out={tau_out}, risk_tau={risk_tau}; "
-            "tau must lie in (0, 1], the others above 0"
-        )
-    if kind == Observe.name:
-        return Observe()
-    if kind == Certified.name:
-        return Certified(target, tau, tau_out)
-    if kind == RiskRanked.name:
-        return RiskRanked(risk_tau)
-    if kind == Combined.name:
-        return Combined(target, tau, tau_out, risk_tau)
-    kinds = [gate.name for gate in (Observe, Certified, RiskRanked, Combined)]
-    raise PolicyError(f"gate kind is {kind!r}{did_you_mean(kind, kinds)}; built in are {listed(kinds)}")

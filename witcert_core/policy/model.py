@@ -35,6 +35,7 @@ from witcert_core.quantizers.engine import EnginePrecision
 
 MAX_LAYER = 65_535
 MAX_INTEGER = 2**63 - 1
+STRIDE = 32
 GATE_SKETCH_BITS = 4
 MAX_BLOCK = 65_536
 _RANGE = re.compile(r"([0-9]{1,9})\s*-\s*([0-9]{1,9})")
@@ -127,7 +128,7 @@ class MeterSettings(_Section):
     bands: Annotated[Literal[16, 32] | None, _NO_LOOKALIKE] = None
     delta: float = Field(default=0.01, gt=0, lt=1)
     max_rows: int = Field(default=8, ge=1)
-    stride: int = Field(default=32, ge=1)
+    stride: int | None = Field(default=None, ge=1)
     layers: Layers = None
     audit_every: int = Field(default=0, ge=0)
     audit_share: float = Field(default=0.0, ge=0, le=1)
@@ -191,8 +192,7 @@ class Policy(_Section):
         self._check_bands()
         self._check_storage()
         self._check_engine()
-        self._force_stride()
-        self._choose_sketch()
+        self._check_stride()
         if self.report.cells != "none" and self.report.jsonl is None:
             raise ValueError(
                 f"report.cells: is {self.report.cells!r}, but cell records go to report.jsonl, which is "
@@ -285,28 +285,28 @@ class Policy(_Section):
                 "blocks; set gate.kind to 'observe' or name a quantizer"
             )
 
-    def _choose_sketch(self) -> None:
-        """Without a sketch a gate has to restore nearly every block of a coarse quantizer; see docs/meter.md, 2."""
-        if self.meter.sketch_bits is None:
-            usable = self.meter.tier != "probabilistic" and self.quantizer.storage == "simulated"
-            bits = GATE_SKETCH_BITS if self._gate.repairs and usable else 0
-            self.__dict__["meter"] = self.meter.model_copy(update={"sketch_bits": bits})
-
-    def _force_stride(self) -> None:
-        if not self._gate.repairs:
-            return
-        if "stride" in self.meter.model_fields_set and self.meter.stride != 1:
+    def _check_stride(self) -> None:
+        if self._gate.repairs and self.meter.stride not in (None, 1):
             raise ValueError(
                 f"meter.stride: is {self.meter.stride}, but gate {self.gate.kind!r} repairs and needs every "
                 "cell; leave the key out, set it to 1, or set gate.kind to 'observe'"
             )
-        # The model is frozen for its users; this is still its construction.
-        self.__dict__["meter"] = self.meter.model_copy(update={"stride": 1})
+
+    @property
+    def stride(self) -> int:
+        """One row in so many is metered: meter.stride, or without one STRIDE, and 1 with a gate that repairs."""
+        return self.meter.stride or (1 if self._gate.repairs else STRIDE)
 
     @property
     def sketch_bits(self) -> int:
-        """Bits a channel of the residuals' sketches, 0 for none."""
-        return self.meter.sketch_bits or 0
+        """Bits a channel of the residuals' sketches, 0 for none.
+
+        Without a sketch a gate has to restore nearly every block of a coarse quantizer (docs/meter.md, 2).
+        """
+        if self.meter.sketch_bits is not None:
+            return self.meter.sketch_bits
+        usable = self.meter.tier != "probabilistic" and self.quantizer.storage == "simulated"
+        return GATE_SKETCH_BITS if self._gate.repairs and usable else 0
 
     @property
     def repairs(self) -> bool:
@@ -325,12 +325,14 @@ class Policy(_Section):
             return self.meter.tier
         return "deterministic" if self.sketch_bits else self._quantizer.tier
 
-    def build_quantizer(self) -> Quantizer:
-        """The quantizer with its parameters; quantizers are frozen, so it is always the same one."""
+    @property
+    def resolved_quantizer(self) -> Quantizer:
+        """The quantizer of `quantizer.name` with its `quantizer.params`; frozen, always the same one."""
         return self._quantizer
 
-    def build_gate(self) -> Gate:
-        """The gate with its thresholds; gates are frozen and decide from what they are shown alone."""
+    @property
+    def resolved_gate(self) -> Gate:
+        """The gate of `gate.kind` with its thresholds; frozen, always the same one."""
         return self._gate
 
 

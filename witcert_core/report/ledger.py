@@ -63,7 +63,7 @@ class RequestLedger:
         self._num_layers = num_layers
         self._num_heads = num_qo_heads
         self._head_offset = head_offset
-        self._waits_for = QuantizeSchedule.of(policy.build_quantizer()).waits_for() or None
+        self._waits_for = QuantizeSchedule.of(policy.resolved_quantizer).waits_for() or None
         self._excluded = dict(layers_excluded or {})
         self._exempt = dict(layers_exempt or {})
         for layer in (*self._excluded, *self._exempt):

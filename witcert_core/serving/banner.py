@@ -107,7 +107,7 @@ def not_metered(runtime: Runtime, metered: list[int], quantized: list[int]) -> l
         reasons.append(f"layers {missing}: left out by meter.layers")
     if exact := [layer for layer in layers if layer not in quantized]:
         reasons.append(f"nothing to meter in layers {exact}: quantizer.layers keeps them exact")
-    if runtime.policy.meter.stride > 1:
+    if runtime.policy.stride > 1:
         reasons.append("rows between the stride: counted as unknown in every report")
     if runtime.policy.prefill_reads == "chunk_exact":
         reasons.append("first-chunk prompt rows: they read no quantized key (prefill_reads: chunk_exact)")

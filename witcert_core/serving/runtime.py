@@ -91,7 +91,7 @@ class Runtime:
         self.quantized_layers = frozenset(policy.quantizer.layers_of(geometry.layers))
         self.metered_layers = frozenset(meter.layers_of(geometry.layers))
         self.planner = RowPlanner(
-            stride=meter.stride,
+            stride=policy.stride,
             # A gate that repairs must see every row that reads the cache.
             max_rows=geometry.num_slots if policy.repairs else meter.max_rows,
             audit_every=meter.audit_every,
@@ -260,7 +260,7 @@ class Runtime:
             "num_ranks": self.ranks.size,
             "layers_metered": sorted(self.metered_layers),
             "layers_quantized": sorted(self.quantized_layers),
-            "stride": self.policy.meter.stride,
+            "stride": self.policy.stride,
             "audit_every": self.policy.meter.audit_every,
             "audit_share": self.policy.meter.audit_share,
             "bytes_sample": 0 if self.sampled is None else self.sampled.nbytes,

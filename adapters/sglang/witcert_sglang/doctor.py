@@ -71,7 +71,7 @@ def switched_on() -> Iterator[Finding]:
 
 def sharing(policy: Policy) -> Iterator[Finding]:
     """What the quantizer asks of the server's prefix cache."""
-    rule = QuantizeSchedule.of(policy.build_quantizer())
+    rule = QuantizeSchedule.of(policy.resolved_quantizer)
     yield Finding("ok", "quantizer", f"{policy.quantizer.name} can be metered")
     if rule.sharing_unit > 1:
         flags = support.sharing_flags(rule)
@@ -83,14 +83,14 @@ def inside(policy: Policy) -> Iterator[Finding]:
     from witcert_sglang import contract
     from witcert_sglang.plugin import Installation
 
-    hooks = Installation(policy, policy.build_quantizer()).hooks()
+    hooks = Installation(policy, policy.resolved_quantizer).hooks()
     lost = [*contract.broken(), *contract.broken_hooks(hooks)]
     yield from (Finding("refused", "contract", line) for line in lost)
     if not lost:
         yield Finding(
             "ok", "contract", f"{len(contract.CONTRACT) + len(hooks)} private names of SGLang are as expected"
         )
-    yield from live_hooks(Installation(policy, policy.build_quantizer()))
+    yield from live_hooks(Installation(policy, policy.resolved_quantizer))
 
 
 def live_hooks(installation: Installation) -> Iterator[Finding]:
@@ -125,7 +125,8 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
         yield unreadable(path, error)
         return
     findings = verdict(
-        support.model_checks(config, policy, policy.build_quantizer(), "triton", "auto", device), ("model", "head size")
+        support.model_checks(config, policy, policy.resolved_quantizer, "triton", "auto", device),
+        ("model", "head size"),
     )
     yield from findings
     if any(finding.level == "refused" for finding in findings):
@@ -170,9 +171,9 @@ def coverage(config: Any, policy: Policy) -> Iterator[Finding]:
         "ok",
         "metered",
         f"{len(metered)} of {len(layers)} layers x {heads} query heads: {len(metered) * heads} cells a row, tier "
-        f"{policy.tier}; {'every row' if policy.meter.stride == 1 else f'one decode row in {policy.meter.stride}'}",
+        f"{policy.tier}; {'every row' if policy.stride == 1 else f'one decode row in {policy.stride}'}",
     )
-    all_heads, quantizer = kv_heads * len(layers), policy.build_quantizer()
+    all_heads, quantizer = kv_heads * len(layers), policy.resolved_quantizer
     exact = format_bytes(2 * config.head_dim * config.dtype.itemsize * all_heads)
     if policy.quantizer.storage == "packed":
         packed = format_bytes(packed_layout(quantizer, config.head_dim).bytes_per_token_head * all_heads)
@@ -186,7 +187,7 @@ def coverage(config: Any, policy: Policy) -> Iterator[Finding]:
     ):
         if kept:
             yield Finding("note", "not metered", f"layers {kept}: {why}")
-    if policy.meter.stride > 1:
+    if policy.stride > 1:
         yield Finding("note", "not metered", "rows between the stride: reported as unknown")
     if policy.prefill_reads == "chunk_exact":
         yield Finding("note", "not metered", "rows of a first prompt chunk: they read no quantized key")

@@ -39,12 +39,12 @@ def side_bytes_per_head(policy: Policy, config: Any, itemsize: int) -> int:
     """
     rotary = RotarySpec(config.head_dim, rotary_dim=rotary_dim(config.hf_text_config, config.head_dim))
     return capacity.side_bytes_per_head(
-        policy.build_quantizer(), rotary, config.v_head_dim, itemsize, policy.sketch_bits, policy.meter.bands
+        policy.resolved_quantizer, rotary, config.v_head_dim, itemsize, policy.sketch_bits, policy.meter.bands
     )
 
 
 def side_bytes_per_token(policy: Policy, kvc: Any, num_layers: int) -> int:
     """The same for all layers and local heads, the token's row id and, if it waits to be quantized, a flag."""
     per_head = side_bytes_per_head(policy, kvc.model_config, kvc.kv_cache_dtype.itemsize)
-    flag = 0 if QuantizeSchedule.of(policy.build_quantizer()).immediate else 1
+    flag = 0 if QuantizeSchedule.of(policy.resolved_quantizer).immediate else 1
     return capacity.side_bytes_per_token(per_head, local_kv_heads(kvc), num_layers) + flag

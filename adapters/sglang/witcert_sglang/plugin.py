@@ -331,7 +331,7 @@ def install(policy_path: str) -> None:
     """Read the policy and hook this process; called by `witcert_sglang.load`."""
     support.check_version()
     policy = load_policy(policy_path)
-    quantizer = policy.build_quantizer()
+    quantizer = policy.resolved_quantizer
     installation = Installation(policy, quantizer)
     for name in support.BACKENDS:
         ATTENTION_BACKENDS[name] = metered_factory(ATTENTION_BACKENDS[name], installation.make_runtime)

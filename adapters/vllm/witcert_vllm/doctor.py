@@ -71,7 +71,7 @@ def names() -> Iterator[Finding]:
 
 def sharing(policy: Policy) -> Iterator[Finding]:
     """What the quantizer asks of vLLM's prefix cache."""
-    rule = QuantizeSchedule.of(policy.build_quantizer())
+    rule = QuantizeSchedule.of(policy.resolved_quantizer)
     yield Finding("ok", "quantizer", f"{policy.quantizer.name} can be metered")
     if rule.sharing_unit > 1:
         text = f"it takes {rule.sharing_unit} tokens together: --block-size must be a multiple of that"
@@ -91,7 +91,7 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
         yield unreadable(path, error)
         return
     device = current_platform.device_type
-    findings = verdict(support.model_checks(config, policy, policy.build_quantizer(), device), ("model", "head size"))
+    findings = verdict(support.model_checks(config, policy, policy.resolved_quantizer, device), ("model", "head size"))
     yield from findings
     if any(finding.level == "refused" for finding in findings):
         return
@@ -102,7 +102,7 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
         "ok",
         "metered",
         f"{len(metered)} of {len(layers)} layers x {heads} query heads: {len(metered) * heads} cells a row, tier "
-        f"{policy.tier}; {'every row' if policy.meter.stride == 1 else f'one decode row in {policy.meter.stride}'}",
+        f"{policy.tier}; {'every row' if policy.stride == 1 else f'one decode row in {policy.stride}'}",
     )
     if slow := support.slow_meter(device):
         yield Finding("note", "speed", slow)

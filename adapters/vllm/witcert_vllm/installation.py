@@ -34,4 +34,4 @@ def read_policy(path: str) -> None:
     """Put the policy at `path` in force; a second call reads it again, for engines made afterwards."""
     global _current
     policy = load_policy(path)
-    _current = Installation(policy, policy.build_quantizer())
+    _current = Installation(policy, policy.resolved_quantizer)

@@ -59,7 +59,7 @@ class OfflineEngine:
             self.cache = SimulatedCache(policy, geometry, self.pool, encoder)
             return self.cache
 
-        quantizer = policy.build_quantizer()
+        quantizer = policy.resolved_quantizer
         tables = None
         if quantizer.space == "pre_rope":
             tables = rotary_tables(loaded.model, geometry.head_dim, max_tokens)

@@ -258,7 +258,7 @@ def _halves(call: AttentionCall, k: Quantized, v: Quantized) -> tuple[_Half | No
 
 def bands_of(policy: Policy, geometry: Geometry) -> BandMap:
     """The bands of K's channels whose errors' norms are kept."""
-    rotary, quantizer = geometry.rotary, policy.build_quantizer()
+    rotary, quantizer = geometry.rotary, policy.resolved_quantizer
     return band_map(
         rotary, choose_bands(quantizer, rotary, geometry.v_head_dim, policy.sketch_bits, policy.meter.bands)
     )
@@ -272,7 +272,7 @@ def block_repairer(policy: Policy, store: StoredErrors, copies: ExactCopies, num
     """
     limit, apart = policy.gate.max_pagein_bytes, policy.tier == "probabilistic"
     return BlockRepairer(
-        policy.build_gate(),
+        policy.resolved_gate,
         store,
         copies,
         block_size=policy.gate.block_size,
