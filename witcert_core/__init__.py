@@ -6,13 +6,14 @@ Write a quantizer    quantizer (decorator), Quantizer, QuantContext, RotarySpec,
                      CalibratedQuantizer, DitheredQuantizer, Encoded, check_quantizer
 Plug in              hookimpl, CellEvent
 Configure            Policy, load_policy
-Measure              measure, CellBatch
+Measure              measure, AttentionSpec, CellBatch
 Report               RequestLedger, render_sentence, render_table
 Errors               WitCertError (base), PolicyError, QuantizerError, PluginError, UnsupportedError
 """
 
 from witcert_core import _torch  # noqa: F401
 from witcert_core.errors import PluginError, PolicyError, QuantizerError, UnsupportedError, WitCertError
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.cells import CellBatch
 from witcert_core.meter.measure import measure
 from witcert_core.policy.model import Policy, load_policy
@@ -33,6 +34,7 @@ from witcert_core.report.ledger import RequestLedger
 from witcert_core.report.text import render_sentence, render_table
 
 __all__ = [
+    "AttentionSpec",
     "CalibratedQuantizer",
     "CellBatch",
     "CellEvent",

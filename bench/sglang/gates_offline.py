@@ -19,7 +19,6 @@ from witcert_demo.tasks import Sample
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel, load_model
 from witcert_core.evaluate.stats import mean_interval, paired_difference
-from witcert_core.meter.tv import attention_logits
 from witcert_core.policy.gates import Certified, GateDecision, GateState, Observe
 from witcert_core.policy.model import parse_policy
 from witcert_core.policy.plugins import gate_registry, hookimpl, plugin_manager
@@ -104,7 +103,7 @@ class Oracle(BlockRepairer):
         """[R, G, S] float64 of one KV head."""
         out = []
         for q, position in zip(rows.q[:, own].double(), rows.positions.tolist(), strict=True):
-            logits = attention_logits(q, keys[:, None].double(), call.sm_scale, call.logits_soft_cap)
+            logits = call.spec.logits(q, keys[:, None].double())
             logits[:, position + 1 :] = -torch.inf
             out.append(logits.softmax(-1))
         return torch.stack(out)

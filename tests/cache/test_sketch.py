@@ -13,6 +13,7 @@ from witcert_core.cache.capacity import side_bytes_per_head
 from witcert_core.cache.sketch import Sketch, decode_sketch, encode_sketch, sketch_bytes
 from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.errors import InputError
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.cells import CellBatch
 from witcert_core.meter.measure import measure
 from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
@@ -66,7 +67,7 @@ class Cache:
             stored_v=self.stored["v"],
         )
 
-    def cells(self, **options: object) -> CellBatch:
+    def cells(self, form: str = "auto", **options: object) -> CellBatch:
         rows = len(self.q)
         return measure(
             self.q,
@@ -75,9 +76,9 @@ class Cache:
             kv_indptr=torch.arange(rows + 1) * TOKENS,
             kv_indices=torch.arange(TOKENS).repeat(rows),
             radii=self.store[0],
-            sm_scale=SCALE,
+            spec=AttentionSpec(SCALE, **options),
             delta_loc=[0.0] * rows,
-            **options,
+            form=form,
         )
 
     def truth(self, cap: float = 0.0, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.cells import CellBatch
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.device.graphs import CapturedDecode
@@ -34,7 +35,7 @@ class Graph:
         self.captured.begin_capture(ROWS)
         nowhere = torch.zeros(ROWS, dtype=torch.int64)
         static = self.q, self.k, self.v, nowhere, nowhere
-        call = AttentionCall(LAYER, *static, SCALE, lambda *_: nowhere, True, **options)
+        call = AttentionCall(LAYER, *static, AttentionSpec(SCALE, **options), lambda *_: nowhere, True)
         with Recorder() as self.graph:
             self.out = self.captured.attend(call)
 

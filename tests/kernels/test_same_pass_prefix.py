@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.cache.packed import PackedLayer
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.tv import total_variation
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
@@ -89,7 +90,9 @@ class Served:
                 outs.append((mine @ keys.T * SCALE).softmax(-1) @ values)
             return torch.stack(outs)
 
-        call = AttentionCall(0, q, k, v, slots, positions, SCALE, run, torch.zeros(slots.numel(), dtype=torch.bool))
+        call = AttentionCall(
+            0, q, k, v, slots, positions, AttentionSpec(SCALE), run, torch.zeros(slots.numel(), dtype=torch.bool)
+        )
         out = self.runtime.attend(call).view(-1, D)
         step = self.runtime.end()
         assert step is not None

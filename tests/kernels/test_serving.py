@@ -12,6 +12,7 @@ from torch import Tensor
 from witcert_core.cache.outliers import outlier_channels, taken
 from witcert_core.cache.packed import PackedLayer
 from witcert_core.errors import UnsupportedError
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
@@ -87,10 +88,9 @@ class Served:
             q=q.to(device),
             exact_k=k.to(device),
             exact_v=v.to(device),
-            sm_scale=SCALE,
+            spec=AttentionSpec(SCALE, **options),
             run=lambda *_: pytest.fail("the packed cache attends by itself"),
             **of_pass,
-            **options,
         )
         out = (through or self.runtime.attend)(call).view(total, HQ, D)
         step = self.runtime.end()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.tv import attention_logits, softmax_with_sink
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
@@ -98,10 +99,9 @@ class Served:
             q=q,
             exact_k=k,
             exact_v=v,
-            sm_scale=SCALE,
+            spec=AttentionSpec(SCALE, **options),
             run=run,
             **of_pass,
-            **options,
         )
         out = self.runtime.attend(call)
         step = self.runtime.end()

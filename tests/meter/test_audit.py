@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from witcert_core.evaluate.offline.attention import causal_attention
-from witcert_core.meter.audit import Attended, compare_rows, in_window, output_excess
+from witcert_core.meter.attention import AttentionSpec
+from witcert_core.meter.audit import compare_rows, output_excess
 
 HQ, HKV, D, S = 4, 2, 64, 90
 SCALE = D**-0.5
@@ -19,12 +20,12 @@ def drawn(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return tuple((torch.randn(n, h, D, generator=gen) * 2).to(dtype) for n, h in ((1, HQ), (S, HKV), (S, HKV)))  # type: ignore[return-value]
 
 
-def excess(how: Attended, made: dict[str, object], dtype: torch.dtype = torch.float32, left: int = -1) -> Tensor:
-    """Of one row that an engine attended as `made` says, audited as `how` and a window say."""
+def excess(spec: AttentionSpec, made: dict[str, object], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of one row that an engine attended as `made` says, audited as `spec` says."""
     q, k, v = drawn(dtype)
-    out = causal_attention(q, k, v, **{"sm_scale": SCALE, **made})  # type: ignore[arg-type]
-    seen = in_window(torch.arange(S), left)
-    return output_excess(q[0], out[0], k[seen], v[seen], how)
+    out = causal_attention(q, k, v, AttentionSpec(**{"sm_scale": SCALE, **made}))  # type: ignore[arg-type]
+    seen = spec.visible(torch.arange(S))
+    return output_excess(q[0], out[0], k[seen], v[seen], spec)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -35,53 +36,53 @@ def test_it_is_silent_where_the_engine_attends_as_metered(
     dtype: torch.dtype, left: int, cap: float, sinks: Tensor | None
 ) -> None:
     made = {"window_left": left, "logits_soft_cap": cap, "sinks": sinks}
-    assert (excess(Attended(SCALE, cap, sinks), made, dtype, left) <= 0).all()
+    assert (excess(AttentionSpec(SCALE, cap, left, sinks), made, dtype) <= 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("made", "how", "left"),
+    ("made", "spec"),
     [
-        ({"window_left": 29}, Attended(SCALE), 30),
-        ({"window_left": 31}, Attended(SCALE), 30),
-        ({}, Attended(SCALE), 30),
-        ({}, Attended(SCALE * 1.05), -1),
-        ({"logits_soft_cap": 2.0}, Attended(SCALE), -1),
-        ({"sinks": SINKS + 8}, Attended(SCALE), -1),
-        ({}, Attended(SCALE, sinks=SINKS + 8), -1),
+        ({"window_left": 29}, AttentionSpec(SCALE, window_left=30)),
+        ({"window_left": 31}, AttentionSpec(SCALE, window_left=30)),
+        ({}, AttentionSpec(SCALE, window_left=30)),
+        ({}, AttentionSpec(SCALE * 1.05)),
+        ({"logits_soft_cap": 2.0}, AttentionSpec(SCALE)),
+        ({"sinks": SINKS + 8}, AttentionSpec(SCALE)),
+        ({}, AttentionSpec(SCALE, sinks=SINKS + 8)),
     ],
     ids=["a token less", "a token more", "no window", "the scale", "no cap", "sinks", "no sinks"],
 )
 def test_it_says_a_mismatch_where_the_engine_attends_otherwise(
-    dtype: torch.dtype, made: dict[str, object], how: Attended, left: int
+    dtype: torch.dtype, made: dict[str, object], spec: AttentionSpec
 ) -> None:
     """True TV of a quantizer that changes nothing is 0 in each of these: the first audit cannot see them."""
-    assert (excess(how, made, dtype, left) > 0).any()
+    assert (excess(spec, made, dtype) > 0).any()
 
 
 def test_a_key_of_another_token_and_a_lost_head_are_mismatches() -> None:
     q, k, v = drawn(torch.float32)
-    out = causal_attention(q, k, v, sm_scale=SCALE)
+    out = causal_attention(q, k, v, AttentionSpec(SCALE))
     other = v.clone()
     other[:, 1] += 0.1
-    assert (output_excess(q[0], out[0], k, other, Attended(SCALE)) > 0).tolist() == [False, False, True, True]
+    assert (output_excess(q[0], out[0], k, other, AttentionSpec(SCALE)) > 0).tolist() == [False, False, True, True]
     spoilt = out.clone()
     spoilt[0, 1] = float("nan")
-    assert output_excess(q[0], spoilt[0], k, v, Attended(SCALE)).isinf().tolist() == [False, True, False, False]
+    assert output_excess(q[0], spoilt[0], k, v, AttentionSpec(SCALE)).isinf().tolist() == [False, True, False, False]
 
 
 def test_rows_whose_reads_are_not_known_or_no_numbers_are_not_compared() -> None:
     q, k, v = drawn(torch.float32)
     v[0, 0] = float("inf")
-    out = causal_attention(q, k, v, sm_scale=SCALE)
+    out = causal_attention(q, k, v, AttentionSpec(SCALE))
     rows = torch.cat([q, q, q])
-    audited, how = torch.tensor([True, True, False]), Attended(SCALE)
+    audited, spec = torch.tensor([True, True, False]), AttentionSpec(SCALE)
 
     def read(places: Tensor) -> tuple[Tensor, Tensor]:
         return k[places], v[places]
 
-    found = compare_rows(rows, [out[0], None, out[0]], [torch.arange(S)] * 3, read, k.__getitem__, audited, how)
+    found = compare_rows(rows, [out[0], None, out[0]], [torch.arange(S)] * 3, read, k.__getitem__, audited, spec)
     assert found is not None
     assert found.excess.isnan().tolist() == [[True, True, False, False], [True] * 4, [True] * 4]
     assert found.tv.isnan().tolist() == [[False] * 4, [False] * 4, [True] * 4]
-    assert compare_rows(rows, [None] * 3, [], read, k.__getitem__, torch.zeros(3, dtype=torch.bool), how) is None
+    assert compare_rows(rows, [None] * 3, [], read, k.__getitem__, torch.zeros(3, dtype=torch.bool), spec) is None

@@ -8,6 +8,7 @@ import torch
 
 from witcert_core.cache.bands import band_map
 from witcert_core.cache.witness_store import WitnessStore
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.kernel_error import (
     KernelArithmetic,
     attention_error,
@@ -82,10 +83,9 @@ def test_the_mass_that_casting_weights_loses_is_in_the_output_bound(dtype):
         lambda s: (k[s], v[s]),
         [slots],
         radii=store[0],
-        sm_scale=1.0,
+        spec=AttentionSpec(1.0, arithmetic=replace(KernelArithmetic.of(dtype), merges=False)),
         delta_loc=[0.0],
         form="auto",
-        arithmetic=replace(KernelArithmetic.of(dtype), merges=False),
     )
     cells = bound_cells([summed])[0]
     assert moved > 0.4 * KernelArithmetic.of(dtype).cast_unit * exact.norm()

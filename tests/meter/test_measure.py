@@ -10,6 +10,7 @@ from witcert_core.cache import radii
 from witcert_core.cache.bands import band_map
 from witcert_core.cache.norm_codes import decode_norm, value_codes, witness_codes
 from witcert_core.errors import InputError
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.audit import true_tv
 from witcert_core.meter.batching import MAX_ELEMENTS, batch_rows
 from witcert_core.meter.bounds import FORM_NAMES, FORMS, extremal, meter
@@ -23,6 +24,7 @@ from witcert_core.quantizers.dither import DitherKey
 from witcert_core.quantizers.rotary import RotarySpec
 
 SCALE = 0.125
+SPEC = AttentionSpec(SCALE)
 
 
 class Store:
@@ -84,7 +86,7 @@ def run(store, lengths=(150, 64, 7, 1), heads=4, seed=1, **options):
         "kv_indptr": indptr,
         "kv_indices": indices,
         "radii": store,
-        "sm_scale": SCALE,
+        "spec": SPEC,
         "delta_loc": [1e-6] * rows,
         "exact_k": store.exact,
         "audit_rows": torch.ones(rows, dtype=torch.bool),
@@ -118,7 +120,7 @@ def stored_outputs(store, q, indices, **other):
 def test_no_audited_cell_and_no_output_passes_its_bound(tier, sink, cap):
     store = Store(tier)
     sinks = torch.linspace(-2, 3, 4) if sink else None
-    q, indptr, indices, cells = run(store, sinks=sinks, logits_soft_cap=cap)
+    q, indptr, indices, cells = run(store, spec=AttentionSpec(SCALE, cap, sinks=sinks))
     assert bool((cells.tv_audit <= cells.meter).all())
     assert bool((cells.tv_audit[:3] > 1e-4).all())
     assert cells.num_visible.tolist() == [150, 64, 7, 1]
@@ -166,7 +168,7 @@ def test_the_meter_is_the_bound_of_the_recomputed_weights_plus_the_kernels_arith
 @pytest.mark.parametrize("cap", [0.0, 50.0])
 def test_a_soft_cap_adds_the_rounding_of_its_own(cap):
     store = Store("witness", slots=9)
-    q, _, indices, cells = run(store, lengths=(9,), logits_soft_cap=cap)
+    q, _, indices, cells = run(store, lengths=(9,), spec=AttentionSpec(SCALE, cap))
     omega = arithmetic_radius(q[0], store.k[indices.long()], SCALE) + 2.0**-20 + 9 * 2.0**-27
     omega = omega + cap * 2.0**-21
     added = cells.meter[0] - meter(cells.acc)[0][0]
@@ -192,7 +194,7 @@ def test_sixteen_bit_caches_pay_for_the_cast_of_the_weights():
 
 def test_a_window_sees_its_own_token_and_that_many_before():
     store = Store("witness")
-    q, indptr, indices, cells = run(store, lengths=(150, 64, 7), window_left=9)
+    q, indptr, indices, cells = run(store, lengths=(150, 64, 7), spec=AttentionSpec(SCALE, window_left=9))
     assert cells.num_visible.tolist() == [10, 10, 7]
     last = indices[indptr[0] : indptr[1]][-10:]
     short = measure(
@@ -202,7 +204,7 @@ def test_a_window_sees_its_own_token_and_that_many_before():
         kv_indptr=torch.tensor([0, 10]),
         kv_indices=last,
         radii=store,
-        sm_scale=SCALE,
+        spec=SPEC,
         delta_loc=[1e-6],
     )
     assert torch.equal(short.acc[0], cells.acc[0])
@@ -217,7 +219,7 @@ def test_quantized_tokens_are_counted_by_row_and_head(window):
     exact[::3, 0] = True
     exact[:, 1] = True  # every token of this head: its cells are exact
     store.exact_heads = lambda slots: exact[slots]
-    _, indptr, indices, cells = run(store, lengths=(60, 64, 7, 1), window_left=window)
+    _, indptr, indices, cells = run(store, lengths=(60, 64, 7, 1), spec=AttentionSpec(SCALE, window_left=window))
     for r, (first, last) in enumerate(itertools.pairwise(indptr.tolist())):
         seen = indices[first:last][-(window + 1) :] if window >= 0 else indices[first:last]
         counts = [sum(not exact[slot, head // 2] for slot in seen) for head in range(4)]
@@ -242,7 +244,7 @@ def test_a_row_beside_others_says_what_it_says_alone(tier, form, options):
     store = Store(tier)
     store.k[3, 0, 0] = math.nan  # of some rows; the others must not notice
     lengths = (40, 33, 1, 36, 7, 150, 31, 2, 39)
-    q, indptr, indices, together = run(store, lengths, form=form, **options)
+    q, indptr, indices, together = run(store, lengths, form=form, spec=AttentionSpec(SCALE, **options))
     assert len(list(batch_rows([indices[:n] for n in lengths], 4 * 64))) < len(lengths)
     spoilt = 0
     for row in range(len(lengths)):
@@ -254,12 +256,11 @@ def test_a_row_beside_others_says_what_it_says_alone(tier, form, options):
             kv_indptr=torch.tensor([0, len(seen)]),
             kv_indices=seen,
             radii=store,
-            sm_scale=SCALE,
+            spec=AttentionSpec(SCALE, **options),
             delta_loc=[1e-6],
             form=form,
             exact_k=store.exact,
             audit_rows=torch.tensor([True]),
-            **options,
         )
         for field in dataclasses.fields(alone):
             mine, its = getattr(together, field.name)[row : row + 1], getattr(alone, field.name)
@@ -293,12 +294,13 @@ def test_rows_of_unlike_length_or_many_tokens_do_not_go_together():
 def test_bounds_of_many_layers_at_once_are_those_of_each():
     store = Store("witness")
     gen = torch.Generator().manual_seed(3)
-    options = {"radii": store, "sm_scale": SCALE, "delta_loc": [0.0, 0.0]}
+    options = {"radii": store, "delta_loc": [0.0, 0.0]}
     layers = []
     for sinks, form in ((None, "auto"), (None, "auto"), (torch.zeros(4), "auto"), (None, "rms"), (None, "auto")):
         q = torch.randn(2, 4, 64, generator=gen)
         rows = [torch.arange(30), torch.arange(50)]
-        layers.append(measure_rows(q, lambda s: (store.k[s], store.v[s]), rows, sinks=sinks, form=form, **options))
+        spec = AttentionSpec(SCALE, sinks=sinks)
+        layers.append(measure_rows(q, lambda s: (store.k[s], store.v[s]), rows, spec=spec, form=form, **options))
     together = bound_cells(layers)
     assert len(together) == 5
     for layer, cells in zip(layers, together, strict=True):
@@ -342,7 +344,7 @@ def test_the_unknown_is_one_or_infinite_in_the_cells_that_see_it(what):
             kv_indptr=indptr,
             kv_indices=indices,
             radii=store,
-            sm_scale=SCALE,
+            spec=SPEC,
             delta_loc=[0.0],
         )
     spoilt, fine = cells.out_bound[0, 2:], cells.out_bound[0, :2]
@@ -397,7 +399,7 @@ def test_shapes_that_do_not_fit_are_refused(q, k, v):
     rows = {"kv_indptr": torch.tensor([0, 1]), "kv_indices": torch.tensor([0]), "delta_loc": [0.0]}
     store = Store("witness", slots=9, dim=8)
     with pytest.raises(InputError, match="must be"):
-        measure(torch.zeros(q), torch.zeros(k), torch.zeros(v), radii=store, sm_scale=1.0, **rows)
+        measure(torch.zeros(q), torch.zeros(k), torch.zeros(v), radii=store, spec=SPEC, **rows)
 
 
 def test_infinite_fields_do_not_leak_into_finite_ones():
@@ -435,5 +437,5 @@ def test_the_truth_is_never_above_one():
         single = softmax_with_sink(attention_logits(q, stored, 1.0))
         truth = softmax_with_sink(attention_logits(q.double(), exact.double(), 1.0))
         above += float(total_variation(truth, single)) > 1.0
-        assert true_tv(q, stored, exact, 1.0, 0.0, None).item() <= 1.0
+        assert true_tv(q, stored, exact, AttentionSpec(1.0)).item() <= 1.0
     assert above > 0, "no case of the kind was drawn"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.dither import DitherKey
 from witcert_core.quantizers.rotary import RotarySpec, RotaryTable
@@ -143,7 +144,7 @@ class MiniEngine:
                 self.pool.write(layer, slots, own[0] if k is None else k, own[1] if v is None else v)
                 return torch.zeros(len(slots), HQ, D, device=self.device)
 
-            call = AttentionCall(layer, q, own[0], own[1], slots, positions, SCALE, run, stored)
+            call = AttentionCall(layer, q, own[0], own[1], slots, positions, AttentionSpec(SCALE), run, stored)
             self.outputs.append(self.runtime.attend(call))
         step = self.runtime.end()
         assert step is not None

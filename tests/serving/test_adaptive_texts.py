@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.budget import Budget
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
@@ -83,7 +84,9 @@ class Served:
             return torch.cat(outs)
 
         places = torch.arange(slots.numel() - new, slots.numel())
-        self.runtime.attend(AttentionCall(0, q, k, torch.randn(new, 1, D), own, places, SCALE, run, True))
+        self.runtime.attend(
+            AttentionCall(0, q, k, torch.randn(new, 1, D), own, places, AttentionSpec(SCALE), run, True)
+        )
         step = self.runtime.end()
         assert step is not None
         step.count(self.runtime.ledger, {0})

@@ -16,6 +16,7 @@ from torch import Tensor
 import witcert_core.cache.packed
 import witcert_core.quantizers.int8_dither
 from witcert_core.cache.packed import PackedLayer
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.dither import DitherKey, rows
 from witcert_core.quantizers.rotary import RotarySpec
@@ -117,7 +118,9 @@ def play(salt: int, gate: dict[str, Any], storage: str) -> tuple[list[Tensor], l
 
             run = functools.partial(attend, pool, layer, out_slots, seen, q)
             places = torch.cat([torch.arange(span.start, span.stop) for _, span in spans])
-            call = AttentionCall(layer, q[:, None], k[:, None], v[:, None], out_slots, places, SCALE, run, True)
+            call = AttentionCall(
+                layer, q[:, None], k[:, None], v[:, None], out_slots, places, AttentionSpec(SCALE), run, True
+            )
             out = runtime.attend(call).view(-1, D)
             hidden = torch.nn.functional.rms_norm(hidden + out * 3, (D,)) * 4
         step = runtime.end()

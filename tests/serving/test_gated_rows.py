@@ -11,6 +11,7 @@ from torch import Tensor
 from witcert_core.cache.bands import band_map
 from witcert_core.cache.exact_copies import ExactCopies
 from witcert_core.cache.witness_store import WitnessStore
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.cells import Terms
 from witcert_core.policy.gates import Certified, Gate, Observe
 from witcert_core.policy.plugins import quantizer_registry
@@ -71,7 +72,7 @@ class Cache:
         self.repairer = BlockRepairer(gate, self.store, copies, block_size=BLOCK, max_pagein_bytes=None)
 
     def run(self, requests: list[RequestRows], **options: object) -> list[Outcome]:
-        return self.repairer.run(LayerCall(LAYER, self.pool, SCALE, exact_k=self.exact_k, **options), requests)
+        return self.repairer.run(LayerCall(LAYER, self.pool, AttentionSpec(SCALE, **options), self.exact_k), requests)
 
 
 def requests_of(shared: bool) -> list[RequestRows]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from witcert_core.cache.bands import band_map
 from witcert_core.cache.exact_copies import ExactCopies
 from witcert_core.cache.witness_store import WitnessStore
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.measure import bound_cells
 from witcert_core.meter.tv import attention_logits
 from witcert_core.policy.gates import Certified
@@ -95,7 +96,7 @@ def test_repaired_rows(spoilt: str) -> None:
     repairer = BlockRepairer(Certified("tv", tau=0.01), store, copies, block_size=2, max_pagein_bytes=None)
     positions = torch.arange(S - R, S)
     rows = RequestRows("a", q, positions, slots, 0.0, torch.zeros(R, dtype=torch.bool))
-    (outcome,) = repairer.run(LayerCall(LAYER, pool, SCALE), [rows])
+    (outcome,) = repairer.run(LayerCall(LAYER, pool, AttentionSpec(SCALE)), [rows])
     (cells,) = bound_cells([outcome.cells])
     assert sorted(outcome.outputs) == list(range(HKV))
     for row in range(R):

@@ -32,7 +32,7 @@ def compared_outputs() -> Iterator[list[float]]:
         for slots, new in zip(runtime.plan.requests, runtime.plan.new_tokens, strict=True):
             token += new
             k, v = runtime.cache.pool.read(call.layer, slots)  # type: ignore[attr-defined]
-            expected = attention(call.q[token], k, v, call.sm_scale)
+            expected = attention(call.q[token], k, v, call.spec.sm_scale)
             found.append(float((out.view(call.q.shape)[token].double() - expected).abs().max()))
         return out
 

@@ -18,7 +18,6 @@ from witcert_core.meter.audit import true_tv
 from witcert_core.meter.bounds import FORM_NAMES, joint
 from witcert_core.meter.budget import Budget
 from witcert_core.meter.cells import bounds_of, sum_terms
-from witcert_core.meter.kernel_error import KernelArithmetic, kernel_radius
 from witcert_core.meter.measure import centred
 from witcert_core.meter.sums import AccField
 from witcert_core.meter.tv import softmax_with_sink
@@ -78,24 +77,20 @@ class FormProbe:
     _parts: list[dict[str, Tensor]] = field(default_factory=list)
 
     def __call__(self, call: AttentionCall, plan: RowPlan, cache: SimulatedCache) -> None:
-        side, exact = cache.store[call.layer], cache.store.exact_k.get(call.layer)
+        spec, side, exact = call.spec, cache.store[call.layer], cache.store.exact_k.get(call.layer)
         if exact is None:
             raise InputError("the true TV needs exact keys; set meter.audit_every to at least 1")
         for number, row in enumerate(plan.rows):
-            slots = plan.slots_of(number)
-            if call.window_left >= 0:
-                slots = slots[-(call.window_left + 1) :]
+            slots = plan.seen_by(number, spec)
             k, v = cache.pool.read(call.layer, slots)
             q = call.q[row.token]
-            query, scale = q.to(torch.float64), abs(call.sm_scale)
+            query, scale = q.to(torch.float64), abs(spec.sm_scale)
             residuals = side.residuals(slots)
-            logits, centre, stored = centred(
-                query, k, v.to(torch.float64), residuals, call.sm_scale, call.logits_soft_cap
-            )
-            arithmetic = call.arithmetic or KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
-            omega = kernel_radius(query, k, scale, call.logits_soft_cap, arithmetic)
+            logits, centre, stored = centred(query, k, v.to(torch.float64), residuals, spec)
+            arithmetic = spec.kernel(q.dtype, k.dtype, v.dtype)
+            omega = spec.kernel_radius(query, k, arithmetic)
             found = {
-                "tv": true_tv(q, k, exact[slots], call.sm_scale, call.logits_soft_cap, call.sinks),
+                "tv": true_tv(q, k, exact[slots], spec),
                 "head": torch.arange(q.shape[0]),
                 "num_quantized": (~side.exact_heads(slots)).sum(0).repeat_interleave(q.shape[0] // k.shape[1]),
             }
@@ -109,22 +104,22 @@ class FormProbe:
                     side.value_radius(slots),
                     arithmetic=arithmetic,
                     num_tokens=slots.numel(),
-                    sinks=call.sinks,
+                    sinks=spec.sinks,
                     form="extremal",
                     stored=stored,
                 )
                 found[f"{delta}/{JOINT}"] = torch.ones_like(terms.extra)
                 law = side.dither_law(query, slots, scale) if delta_loc > 0 else None
                 if law is not None:
-                    sink = int(call.sinks is not None)
+                    sink = int(spec.has_sink)
                     sigma, bias, certain = (
                         torch.nn.functional.pad(x, (0, sink)) for x in (law.sigma, law.bias, law.certain)
                     )
-                    weights = softmax_with_sink(logits, call.sinks)
+                    weights = softmax_with_sink(logits, spec.sinks)
                     tv = joint.bound(weights, sigma, bias, certain, delta_loc)
                     found[f"{delta}/{JOINT}"] = (tv + terms.extra).clamp(max=1.0)
                 for form in FORMS[:-1]:
-                    bounds = bounds_of(terms, "auto" if form == METER else form, call.sinks is not None)
+                    bounds = bounds_of(terms, "auto" if form == METER else form, spec.has_sink)
                     found[f"{delta}/{form}"] = bounds.meter
                 if delta == self.deltas[0]:
                     found["log_a"] = terms.acc[:, AccField.LOG_A]

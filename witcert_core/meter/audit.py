@@ -15,24 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from witcert_core.meter.kernel_error import KernelArithmetic, attention_error, kernel_radius
+from witcert_core.meter.attention import AttentionSpec
+from witcert_core.meter.kernel_error import attention_error
 from witcert_core.meter.sums import weighted_values
-from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
+from witcert_core.meter.tv import softmax_with_sink, total_variation
 
 Read = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Slots int64 ``[S]`` -> keys ``[S, Hkv, D]`` and values ``[S, Hkv, Dv]``."""
 FormatError = Callable[[Tensor, Tensor], Tensor]
 """``q [H, D]`` float64 and slots ``[S]`` -> ``[H, S]``: what a kernel that reads codes adds to the error of a logit."""
-
-
-@dataclass(frozen=True)
-class Attended:
-    """How a layer attends, besides causality and its window; its kernel's dtypes, by default the least exact ones."""
-
-    sm_scale: float
-    logits_soft_cap: float = 0.0
-    sinks: Tensor | None = None
-    arithmetic: KernelArithmetic | None = None
 
 
 @dataclass(frozen=True)
@@ -47,11 +38,6 @@ class Audit:
     excess: Tensor
 
 
-def in_window(slots: Tensor, window_left: int) -> Tensor:
-    """Of a row's tokens ``[S]`` in order of position, those it sees; ``window_left`` negative for no window."""
-    return slots if window_left < 0 else slots[-(window_left + 1) :]
-
-
 def compare_rows(
     q: Tensor,
     outputs: Sequence[Tensor | None],
@@ -59,7 +45,7 @@ def compare_rows(
     read: Read,
     exact: Callable[[Tensor], Tensor] | None,
     audited: Tensor,
-    how: Attended,
+    spec: AttentionSpec,
     format_error: FormatError | None = None,
 ) -> Audit | None:
     """Audit the rows that ``audited [R]`` marks; None if there are none.
@@ -67,7 +53,7 @@ def compare_rows(
     Args:
         q: ``[R, H, D]`` queries as attention uses them.
         outputs: per row what the engine made of it, ``[H, Dv]``; None where what the engine read is not known.
-        seen: per row, where its tokens are, in order of position, its window applied.
+        seen: per row, where the tokens it sees are, in order of position, the window of `spec` applied already.
         read: what the engine read there.
         exact: the exact keys ``[S, Hkv, D]`` there; None where none were kept, and then outputs alone are compared.
     """
@@ -77,39 +63,36 @@ def compare_rows(
     for r in audited.nonzero().flatten().tolist():
         k, v = read(seen[r])
         if exact is not None:
-            tv[r] = true_tv(q[r], k, exact(seen[r]), how.sm_scale, how.logits_soft_cap, how.sinks).cpu()
+            tv[r] = true_tv(q[r], k, exact(seen[r]), spec).cpu()
         output = outputs[r]
         if output is not None:
             extra = 0.0 if format_error is None else format_error(q[r].to(torch.float64), seen[r])
-            excess[r] = output_excess(q[r], output, k, v, how, extra).cpu()
+            excess[r] = output_excess(q[r], output, k, v, spec, extra).cpu()
     return Audit(tv, excess)
 
 
 def output_excess(
-    q: Tensor, output: Tensor, k: Tensor, v: Tensor, how: Attended, extra: Tensor | float = 0.0
+    q: Tensor, output: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extra: Tensor | float = 0.0
 ) -> Tensor:
     """``[H]``: how far ``output [H, Dv]`` is from attention over k and v, beyond what its kernel's arithmetic may do.
 
     extra: more error of each logit, ``[H, S]``. NaN where attention over k and v is no number itself.
     """
-    rows, values, arithmetic = q.to(torch.float64), v.to(torch.float64), how.arithmetic
-    if arithmetic is None:
-        arithmetic = KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
-    logits = attention_logits(rows, k.to(torch.float64), how.sm_scale, how.logits_soft_cap)
-    weights = softmax_with_sink(logits, how.sinks)
+    rows, values, arithmetic = q.to(torch.float64), v.to(torch.float64), spec.kernel(q.dtype, k.dtype, v.dtype)
+    weights = softmax_with_sink(spec.logits(rows, k.to(torch.float64)), spec.sinks)
     truth = weighted_values(weights[:, : len(k)], values)
-    omega = kernel_radius(rows, k, abs(how.sm_scale), how.logits_soft_cap, arithmetic) + extra
+    omega = spec.kernel_radius(rows, k, arithmetic) + extra
     allowed = attention_error(weights, values, omega, num_tokens=len(k), arithmetic=arithmetic)
     apart: Tensor = (output.to(torch.float64) - truth).norm(dim=-1)
     excess = (apart - allowed).nan_to_num(nan=float("inf"))
     return excess.masked_fill(~truth.isfinite().all(-1) | allowed.isinf(), float("nan"))
 
 
-def true_tv(q: Tensor, stored: Tensor, exact: Tensor, sm_scale: float, soft_cap: float, sinks: Tensor | None) -> Tensor:
+def true_tv(q: Tensor, stored: Tensor, exact: Tensor, spec: AttentionSpec) -> Tensor:
     """True TV [H]: exact weights in float64 against compressed ones in float32, as in an engine.
 
     Weights in float32 may sum to a little more than 1, and disjoint ones then be further apart than distributions are.
     """
-    truth = attention_logits(q.to(torch.float64), exact.to(torch.float64), sm_scale, soft_cap)
-    single = attention_logits(q.to(torch.float32), stored.to(torch.float32), sm_scale, soft_cap)
-    return total_variation(softmax_with_sink(truth, sinks), softmax_with_sink(single, sinks)).clamp(max=1.0)
+    truth = spec.logits(q.to(torch.float64), exact.to(torch.float64))
+    single = spec.logits(q.to(torch.float32), stored.to(torch.float32))
+    return total_variation(softmax_with_sink(truth, spec.sinks), softmax_with_sink(single, spec.sinks)).clamp(max=1.0)

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import InputError, did_you_mean, listed
-from witcert_core.meter.audit import Attended, Audit, FormatError, Read, compare_rows, in_window
+from witcert_core.meter.attention import AttentionSpec
+from witcert_core.meter.audit import Audit, FormatError, Read, compare_rows
 from witcert_core.meter.batching import RowBatch, batch_rows
 from witcert_core.meter.bounds import FORM_NAMES
 from witcert_core.meter.cells import CellBatch, Stored, Terms, bounds_of, in_rows, sum_terms
-from witcert_core.meter.kernel_error import KernelArithmetic, kernel_radius
 from witcert_core.meter.protocols import JointRadii, Radii
 from witcert_core.meter.sums import AccField
-from witcert_core.meter.tv import attention_logits
 
 MAX_CELLS = 4096
 """Cells whose bounds are taken at a time: a few megabytes for each of their grids."""
@@ -46,14 +45,10 @@ def measure(
     *,
     kv_indptr: Tensor,
     kv_indices: Tensor,
+    spec: AttentionSpec,
     radii: Radii,
-    sm_scale: float,
     delta_loc: Sequence[float],
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Tensor | None = None,
     form: str = "auto",
-    arithmetic: KernelArithmetic | None = None,
     exact_k: Tensor | None = None,
     audit_rows: Tensor | None = None,
     outputs: Sequence[Tensor | None] | None = None,
@@ -78,14 +73,10 @@ def measure(
         q,
         lambda slots: (k_cache.index_select(0, slots), v_cache.index_select(0, slots)),
         [kv_indices[first:last].to(torch.int64) for first, last in itertools.pairwise(bounds)],
+        spec=spec,
         radii=radii,
-        sm_scale=sm_scale,
         delta_loc=delta_loc,
-        logits_soft_cap=logits_soft_cap,
-        window_left=window_left,
-        sinks=sinks,
         form=form,
-        arithmetic=arithmetic,
         exact_k=exact_k,
         audit_rows=audit_rows,
         outputs=outputs,
@@ -98,14 +89,10 @@ def measure_rows(
     read: Read,
     seen: Sequence[Tensor],
     *,
+    spec: AttentionSpec,
     radii: Radii,
-    sm_scale: float,
     delta_loc: Sequence[float],
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Tensor | None = None,
     form: str = "auto",
-    arithmetic: KernelArithmetic | None = None,
     exact_k: Tensor | None = None,
     audit_rows: Tensor | None = None,
     outputs: Sequence[Tensor | None] | None = None,
@@ -120,14 +107,10 @@ def measure_rows(
         q: ``[R, H, D]`` queries as attention uses them.
         read: what the kernel reads in some slots.
         seen: per row, the int64 slots of its visible tokens in order of position.
+        spec: how the layer attends; its window is applied to what rows see.
         radii: bounds for this layer's slots.
-        sm_scale: softmax scale.
         delta_loc: per row, probability each of its cells may spend (0: the deterministic tier).
-        logits_soft_cap: 0 for none.
-        window_left: a row sees its own token and this many before it; negative for no window.
-        sinks: ``[H]`` learned sink logits.
         form: ``auto`` (the meter), or one name of ``FORM_NAMES``.
-        arithmetic: of the engine's kernel; by default the least exact one that the dtypes allow.
         exact_k: ``[SLOTS, Hkv, D]`` exact keys, for audits.
         audit_rows: bool ``[R]``, rows whose true TV is computed.
         outputs: per row what the engine made of it, ``[H, Dv]``, for audits; None where what it read is not known.
@@ -137,11 +120,11 @@ def measure_rows(
         InputError: a row that sees nothing, an unknown form, an audit without keys.
     """
     _check_options(form, exact_k, audit_rows)
-    seen = [in_window(slots, window_left) for slots in seen]
+    seen = [spec.visible(slots) for slots in seen]
     for r, slots in enumerate(seen):
         if slots.numel() == 0:
             raise InputError(f"row {r} sees no token; leave padded rows out of the batch")
-    num_rows, heads, scale = q.shape[0], q.shape[1], abs(sm_scale)
+    num_rows, heads, scale = q.shape[0], q.shape[1], abs(spec.sm_scale)
     quantized = torch.zeros(num_rows, heads, dtype=torch.int64, device=q.device)
     parts: list[Terms] = []
     order: list[int] = []
@@ -157,9 +140,9 @@ def measure_rows(
         places = [batch.slots[:count, i] for i, count in enumerate(batch.lengths)]
         further = [] if format_error is None else [format_error(*x) for x in zip(rows, places, strict=True)]
         rows = rows.flatten(0, 1)
-        logits, centre, stored = centred(rows, k, v.to(torch.float64), residuals, sm_scale, logits_soft_cap)
-        own = arithmetic or KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
-        omega = kernel_radius(rows, k, scale, logits_soft_cap, own)
+        logits, centre, stored = centred(rows, k, v.to(torch.float64), residuals, spec)
+        own = spec.kernel(q.dtype, k.dtype, v.dtype)
+        omega = spec.kernel_radius(rows, k, own)
         if further:
             omega = omega + batch.stacked(further)
         if unseen is not None:
@@ -176,7 +159,7 @@ def measure_rows(
                 batch.heads(radii.value_radius(flat)),
                 arithmetic=own,
                 num_tokens=seen_by,
-                sinks=None if sinks is None else sinks.repeat(len(batch.rows)),
+                sinks=None if spec.sinks is None else spec.sinks.repeat(len(batch.rows)),
                 form=form,
                 stored=stored,
             )
@@ -186,12 +169,11 @@ def measure_rows(
 
     found = None
     if audit_rows is not None and exact_k is not None:
-        how = Attended(sm_scale, logits_soft_cap, sinks, arithmetic)
-        found = compare_rows(q, outputs or [None] * num_rows, seen, read, exact_k.__getitem__, audit_rows, how)
+        found = compare_rows(q, outputs or [None] * num_rows, seen, read, exact_k.__getitem__, audit_rows, spec)
     return Summed(
         terms=in_rows(parts, order, heads, q.device),
         form=form,
-        has_sink=sinks is not None,
+        has_sink=spec.has_sink,
         num_visible=torch.tensor([slots.numel() for slots in seen], dtype=torch.int64, device=q.device),
         num_quantized=quantized,
         audit=found,
@@ -266,18 +248,17 @@ def centred(
     k: Tensor,
     v: Tensor,
     residuals: tuple[Tensor, Tensor] | None,
-    sm_scale: float,
-    logits_soft_cap: float,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Stored | None]:
     """Logits ``[C, S]`` and values the radii are around, float64, and what is stored if that is something else.
 
     The soft cap is 1-Lipschitz, so a radius around the corrected key's logit stays one behind it.
     """
     wide = k.to(torch.float64)
-    logits = attention_logits(q, wide, sm_scale, logits_soft_cap)
+    logits = spec.logits(q, wide)
     if residuals is None:
         return logits, v, None
-    corrected = attention_logits(q, wide - residuals[0], sm_scale, logits_soft_cap)
+    corrected = spec.logits(q, wide - residuals[0])
     return corrected, v - residuals[1], Stored(logits, v)
 
 

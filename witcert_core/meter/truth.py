@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.sums import weighted_values
-from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
+from witcert_core.meter.tv import softmax_with_sink, total_variation
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,7 @@ class SketchedBounds:
 
 
 def compare(
-    q: Tensor,
-    stored_k: Tensor,
-    stored_v: Tensor,
-    exact_k: Tensor,
-    exact_v: Tensor,
-    *,
-    sm_scale: float,
-    logits_soft_cap: float = 0.0,
-    sinks: Tensor | None = None,
+    q: Tensor, stored_k: Tensor, stored_v: Tensor, exact_k: Tensor, exact_v: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """True TV [H] and output error ``||o - o~||`` [H], float64, of one row q [H, D].
 
@@ -88,9 +81,9 @@ def compare(
     float32, as an engine takes them, their sum over stored values in float64. Weights in float32 may sum to a little
     more than 1, and disjoint ones then be further apart than distributions are.
     """
-    exact = attention_logits(q.to(torch.float64), exact_k.to(torch.float64), sm_scale, logits_soft_cap)
-    single = attention_logits(q.to(torch.float32), stored_k.to(torch.float32), sm_scale, logits_soft_cap)
-    p, served = (softmax_with_sink(logits, sinks) for logits in (exact, single))
+    exact = spec.logits(q.to(torch.float64), exact_k.to(torch.float64))
+    single = spec.logits(q.to(torch.float32), stored_k.to(torch.float32))
+    p, served = (softmax_with_sink(logits, spec.sinks) for logits in (exact, single))
     seen = len(exact_k)
     outputs = [
         weighted_values(weights[:, :seen].to(torch.float64), v.to(torch.float64))

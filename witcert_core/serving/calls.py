@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from witcert_core.meter.kernel_error import KernelArithmetic
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.quantizers.base import Encoded
 
 
@@ -17,12 +17,11 @@ class AttentionCall:
     """N new tokens of one layer.
 
     q [N, H, D] as attention uses it; exact_k [N, Hkv, D] and exact_v [N, Hkv, Dv] in the pool's dtype; slots [N]
-    int64, where they go; positions [N]. sinks [H] or None; window_left negative for no window.
+    int64, where they go; positions [N]. spec: how the layer attends.
     run(k, v): the engine's own attention with these in place of the new tokens' keys and values, which it writes into
     its pool; run(None, None) with what the model handed over. Its result is the layer's output, whatever its shape.
     attends_quantized: whether the new tokens read their quantized selves (decode, and chunks under
     `prefill_reads: stored`): one answer for all, or [N] bool where decode rows and chunks share a pass.
-    arithmetic: of the engine's kernel, where more is known of it than the dtypes say.
     """
 
     layer: int
@@ -31,13 +30,9 @@ class AttentionCall:
     exact_v: Tensor
     slots: Tensor
     positions: Tensor
-    sm_scale: float
+    spec: AttentionSpec
     run: Callable[[Tensor | None, Tensor | None], Tensor]
     attends_quantized: bool | Tensor
-    logits_soft_cap: float = 0.0
-    window_left: int = -1
-    sinks: Tensor | None = None
-    arithmetic: KernelArithmetic | None = None
 
     @property
     def early(self) -> Tensor:

@@ -19,8 +19,8 @@ from witcert_core.report.claims import AFTER_ITS_ANSWER, NOT_FROM_ITS_START
 from witcert_core.serving.forgotten import Forgotten
 
 if TYPE_CHECKING:
+    from witcert_core.meter.attention import AttentionSpec
     from witcert_core.meter.audit import FormatError
-    from witcert_core.meter.kernel_error import KernelArithmetic
     from witcert_core.meter.truth import SketchedBounds, Truth
 
 MAX_TRACKED_REQUESTS = 65536
@@ -36,25 +36,13 @@ ReadSlots = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
 class Attends(Protocol):
-    """How a layer attends."""
+    """Which layer attends, and how."""
 
     @property
     def layer(self) -> int: ...
 
     @property
-    def sm_scale(self) -> float: ...
-
-    @property
-    def logits_soft_cap(self) -> float: ...
-
-    @property
-    def window_left(self) -> int: ...
-
-    @property
-    def sinks(self) -> Tensor | None: ...
-
-    @property
-    def arithmetic(self) -> KernelArithmetic | None: ...
+    def spec(self) -> AttentionSpec: ...
 
 
 class Compares(Protocol):
@@ -183,10 +171,9 @@ class RowPlan:
         row = self.rows[number]
         return self.requests[row.request][: row.position + 1]
 
-    def seen_by(self, number: int, window_left: int) -> Tensor:
-        """The slots [S] that row `number` sees through its window; window_left negative for no window."""
-        slots = self.slots_of(number)
-        return slots if window_left < 0 else slots[-(window_left + 1) :]
+    def seen_by(self, number: int, spec: AttentionSpec) -> Tensor:
+        """The slots [S] that row `number` sees through the layer's window."""
+        return spec.visible(self.slots_of(number))
 
     def metered_requests(self) -> list[Tensor]:
         """`requests`, empty for those without a metered row: nothing of them needs to be read."""

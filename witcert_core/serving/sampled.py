@@ -185,21 +185,10 @@ class SampledCopies(SampledTokens):
             return None
         found = []
         for number in audited:
-            exact = self.copies.get(how.layer, plan.seen_by(number, how.window_left), slice(None))
+            exact = self.copies.get(how.layer, plan.seen_by(number, how.spec), slice(None))
             exact_k, exact_v = (x.to(rows.device) for x in exact)
             stored_k, stored_v = read(number)
-            found.append(
-                compare(
-                    rows[number],
-                    stored_k,
-                    stored_v,
-                    exact_k,
-                    exact_v,
-                    sm_scale=how.sm_scale,
-                    logits_soft_cap=how.logits_soft_cap,
-                    sinks=how.sinks,
-                )
-            )
+            found.append(compare(rows[number], stored_k, stored_v, exact_k, exact_v, how.spec))
         return Truth.of_rows(audited, found)
 
 

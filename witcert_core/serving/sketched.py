@@ -136,7 +136,7 @@ class SampledSketches(SampledTokens):
         chosen = [number for number in numbers if plan.rows[number].sketched]
         if not chosen or how.layer not in self.layers:
             return None
-        found = [self._sums(how, queries[n], plan.seen_by(n, how.window_left), read(n), format_error) for n in chosen]
+        found = [self._sums(how, queries[n], plan.seen_by(n, how.spec), read(n), format_error) for n in chosen]
         return SketchedBounds(chosen, torch.cat([cells.meter for cells in bound_cells(found)]))
 
     def _sums(
@@ -158,13 +158,10 @@ class SampledSketches(SampledTokens):
             q[None],
             lambda places: (k[places], v[places]),
             [torch.arange(slots.numel(), device=k.device)],
+            spec=how.spec,
             radii=self.store[how.layer].at(rows, k.device),
-            sm_scale=how.sm_scale,
             delta_loc=[0.0],
-            logits_soft_cap=how.logits_soft_cap,
-            sinks=how.sinks,
             form=self.form,
-            arithmetic=how.arithmetic,
             format_error=by_place,
         )
 

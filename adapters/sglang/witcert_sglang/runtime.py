@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.report.prometheus import Metrics
@@ -172,6 +173,14 @@ class SglangRuntime(Runtime):
             k_in, v_in = (k, v) if own_k is None else (own_k, own_v)
             return attention(q, k_in, v_in, layer, forward_batch, save_kv_cache=True, **kwargs)
 
+        spec = AttentionSpec(
+            sm_scale=layer.scaling,
+            logits_soft_cap=layer.logit_cap,
+            # A packed pool is attended by ours, over the model's own window; any other by the engine's kernel.
+            window_left=layer.sliding_window_size if packed else windows.window_left(backend, layer, is_decode),
+            sinks=kwargs.get("sinks"),
+            arithmetic=windows.arithmetic(backend, q.dtype, g.pool_dtype),
+        )
         call = AttentionCall(
             layer=layer.layer_id,
             q=q.reshape(-1, g.num_qo_heads, g.head_dim),
@@ -181,14 +190,9 @@ class SglangRuntime(Runtime):
             exact_v=v.reshape(-1, g.num_kv_heads, g.v_head_dim).to(g.pool_dtype),
             slots=forward_batch.out_cache_loc,
             positions=forward_batch.positions,
-            sm_scale=layer.scaling,
+            spec=spec,
             run=run,
             attends_quantized=is_decode or self.policy.prefill_reads == "stored",
-            logits_soft_cap=layer.logit_cap,
-            # A packed pool is attended by ours, over the model's own window; any other by the engine's kernel.
-            window_left=layer.sliding_window_size if packed else windows.window_left(backend, layer, is_decode),
-            sinks=kwargs.get("sinks"),
-            arithmetic=windows.arithmetic(backend, q.dtype, g.pool_dtype),
         )
         if capturing and self.graphs is not None and not self.in_pass:
             return self.graphs.captured.attend(call)

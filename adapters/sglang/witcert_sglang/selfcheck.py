@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.meter.audit import Attended, in_window, output_excess
+from witcert_core.meter.attention import AttentionSpec
+from witcert_core.meter.audit import output_excess
 from witcert_sglang import windows
 
 CHECKED = ("TorchNativeAttnBackend", "TritonAttnBackend")
@@ -146,12 +147,12 @@ class _Probe:
         out = attend(q.clone(), k, v, self.layer, batch, save_kv_cache=True, **given)
         left = windows.window_left(type(self.backend), self.layer, is_decode)
         keys, values = self._buffers()
-        how = Attended(self.kind.scale, self.kind.cap, self.sinks)
+        spec = AttentionSpec(self.kind.scale, self.kind.cap, left, self.sinks)
         worst = 0.0
         for i in range(count):
-            seen = in_window(self.slots[: prefix + i + 1], left)
+            seen = spec.visible(self.slots[: prefix + i + 1])
             query, made = q[i].view(self.heads[0], -1), out.reshape(count, self.heads[0], -1)[i]
-            excess = output_excess(query, made, keys[seen], values[seen], how)
+            excess = output_excess(query, made, keys[seen], values[seen], spec)
             worst = max(worst, float(excess.nan_to_num(nan=0.0).max()))
         return is_decode, worst
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.kernel_error import KernelArithmetic
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.passes import RequestPass
@@ -101,12 +102,14 @@ class VllmRuntime(Runtime):
                 exact_v=value[:count].reshape(count, g.num_kv_heads, g.v_head_dim).to(g.pool_dtype),
                 slots=self.out_slots,
                 positions=self.positions,
-                sm_scale=float(impl.scale),
+                spec=AttentionSpec(
+                    sm_scale=float(impl.scale),
+                    logits_soft_cap=float(cap),
+                    sinks=sinks_of(impl),
+                    arithmetic=cpu_arithmetic(query.dtype, impl) if query.device.type == "cpu" else None,
+                ),
                 run=run,
                 attends_quantized=self.stored,
-                logits_soft_cap=float(cap),
-                sinks=sinks_of(impl),
-                arithmetic=cpu_arithmetic(query.dtype, impl) if query.device.type == "cpu" else None,
             )
         )
 

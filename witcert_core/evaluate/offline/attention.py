@@ -8,26 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from witcert_core.meter.attention import AttentionSpec
+
 _MAX_LOGITS = 2**24
 """Logits held at once; longer prompts are done in blocks of rows."""
 
 
-def causal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    sm_scale: float,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Outputs [N, H, Dv] in q's dtype; the N rows are the last ones of the S tokens.
 
-    q [N, H, D], k [S, Hkv, D], v [S, Hkv, Dv]. logits_soft_cap 0 for none; a row sees its own token and `window_left`
-    before it, negative for no window; sinks [H] learned sink logits.
+    q [N, H, D], k [S, Hkv, D], v [S, Hkv, Dv].
     """
     num_rows, num_heads, dim = q.shape
+    cap, window_left, sinks = spec.logits_soft_cap, spec.window_left, spec.sinks
     num_tokens, kv_heads = k.shape[0], k.shape[1]
     keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)
     place = torch.arange(num_tokens)
@@ -36,9 +29,9 @@ def causal_attention(
     for first in range(0, num_rows, step):
         rows = q[first : first + step].float()
         grouped = rows.view(len(rows), kv_heads, -1, dim).permute(1, 2, 0, 3)
-        logits = torch.matmul(grouped, keys[:, None]) * sm_scale
-        if logits_soft_cap > 0:
-            logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+        logits = torch.matmul(grouped, keys[:, None]) * spec.sm_scale
+        if cap > 0:
+            logits = cap * torch.tanh(logits / cap)
         own = place[num_tokens - num_rows + first :][: len(rows), None]
         unseen = place[None] > own
         if window_left >= 0:

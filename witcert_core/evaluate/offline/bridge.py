@@ -16,6 +16,7 @@ from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.evaluate.extras import require
+from witcert_core.meter.attention import AttentionSpec
 
 ATTENTION = "witcert"
 _KNOWN = {"sliding_window", "softcap", "s_aux", "dropout", "scaling", "is_causal", "position_ids", "cache_position"}
@@ -26,18 +27,7 @@ _KNOWN |= {"logits_to_keep"}
 class Engine(Protocol):
     """Whoever attends for the pass that is running."""
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        sm_scale: float,
-        logits_soft_cap: float,
-        window_left: int,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Outputs [N, H, Dv] for q [N, H, D] and the new tokens' k [N, Hkv, D] and v [N, Hkv, Dv]."""
         ...
 
@@ -83,15 +73,14 @@ def attention(
             f"is_causal {options.get('is_causal')}; offline passes hold one request, causal and without dropout"
         )
     window, scaling = options.get("sliding_window"), options.get("scaling")
-    out = engine.attend(
-        layer,
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
+    spec = AttentionSpec(
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         logits_soft_cap=float(options.get("softcap") or 0.0),
         window_left=-1 if window is None else int(window) - 1,
         sinks=options.get("s_aux"),
     )
-    return out[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return engine.attend(layer, q, k, v, spec)[None], None
 
 
 def cache_argument(model: Any) -> str:

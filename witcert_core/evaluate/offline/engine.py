@@ -19,6 +19,7 @@ from witcert_core.evaluate.offline.attention import causal_attention
 from witcert_core.evaluate.offline.model import LoadedModel
 from witcert_core.evaluate.offline.pool import TensorPool
 from witcert_core.evaluate.offline.rotary import rotary_tables
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.policy.model import Policy
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.passes import RequestPass, RowPlan
@@ -141,18 +142,7 @@ class OfflineEngine:
         logits: Tensor = out.logits[0].float()
         return logits
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        sm_scale: float,
-        logits_soft_cap: float,
-        window_left: int,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """One layer of the pass that is running; see `bridge.Engine`."""
         seen = torch.arange(self._length + q.shape[0])
         slots = seen[self._length :]
@@ -162,14 +152,7 @@ class OfflineEngine:
         def run(new_k: Tensor | None, new_v: Tensor | None) -> Tensor:
             pair = (exact_k, exact_v) if new_k is None or new_v is None else (new_k, new_v)
             self.pool.write(layer, slots, *pair)
-            return causal_attention(
-                q,
-                *self.pool.read(layer, seen),
-                sm_scale=sm_scale,
-                logits_soft_cap=logits_soft_cap,
-                window_left=window_left,
-                sinks=sinks,
-            )
+            return causal_attention(q, *self.pool.read(layer, seen), spec)
 
         call = AttentionCall(
             layer=layer,
@@ -178,12 +161,9 @@ class OfflineEngine:
             exact_v=exact_v,
             slots=slots,
             positions=slots,
-            sm_scale=sm_scale,
+            spec=spec,
             run=run,
             attends_quantized=self._reads_stored,
-            logits_soft_cap=logits_soft_cap,
-            window_left=window_left,
-            sinks=sinks,
         )
         plan = self.runtime.plan
         out = self.runtime.attend(call)

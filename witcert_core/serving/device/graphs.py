@@ -96,7 +96,7 @@ class CapturedDecode:
         self.cache.append(call, self.slots[:rows])
         if call.layer not in self.cache.metered_layers:
             return self._decode(call, rows, None, None).reshape(rows, -1)
-        facts = LayerFacts(call.window_left, call.sinks is not None)
+        facts = LayerFacts(call.spec.window_left, call.spec.has_sink)
         out = self._decode(call, rows, self.cells, self.delta)
         self.cells.keep(call.layer, out, facts)
         if self.certain is not None:

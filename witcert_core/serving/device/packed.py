@@ -28,7 +28,7 @@ from witcert_core.kernels.host import slack
 from witcert_core.kernels.host.backend import kernels_serve, own_arithmetic
 from witcert_core.kernels.host.bypass import BypassedKeys
 from witcert_core.kernels.host.pages import PageTable
-from witcert_core.meter.audit import Attended, Audit, FormatError, compare_rows
+from witcert_core.meter.audit import Audit, FormatError, compare_rows
 from witcert_core.meter.cells import CellBatch
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.int8_dither import Int8Dither
@@ -112,7 +112,8 @@ class KernelPacked(PackedStorage):
 
     def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
         """Attention over codes, [N, H * Dv]; a chunk reads itself exactly, or as stored, and is packed either way."""
-        call = replace(call, sinks=None if call.sinks is None else call.sinks.float())
+        sinks = None if call.spec.sinks is None else call.spec.sinks.float()
+        call = replace(call, spec=replace(call.spec, sinks=sinks, arithmetic=own_arithmetic(call.q.dtype)))
         if call.layer in self.exact_k:
             self.exact_k[call.layer][call.slots] = call.exact_k
         self._choose_channels(call)
@@ -130,9 +131,8 @@ class KernelPacked(PackedStorage):
             out[group.tokens] = attended
             if metered and (plan.sample is not None or plan.sketches is not None):
                 read = partial(self._read_row, call, plan, group.stored)
-                how = replace(call, arithmetic=own_arithmetic(call.q.dtype))
                 error = self._format_error(call, None if group.stored else self._own(call, group))
-                compare(step, plan, how, call.q[plan.tokens], read, group.rows, error)
+                compare(step, plan, call, call.q[plan.tokens], read, group.rows, error)
             if not group.stored:
                 written = call.part(torch.zeros_like(early).index_fill(0, group.tokens, True))
                 self.append(written, written.slots)
@@ -148,7 +148,7 @@ class KernelPacked(PackedStorage):
 
     def _read_row(self, call: AttentionCall, plan: RowPlan, stored: bool, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values that row `number` reads; its own chunk's are not packed yet unless `stored`."""
-        row, slots = plan.rows[number], plan.seen_by(number, call.window_left)
+        row, slots = plan.rows[number], plan.seen_by(number, call.spec)
         k, v = self.cache.read(call.layer, slots)
         if not stored:
             new = plan.new_tokens[row.request]
@@ -254,10 +254,10 @@ class KernelPacked(PackedStorage):
             "head_ids": self.head_ids,
             "key": self.encoder.dither_key,
             "witness": None if layer.k_witness is None else layer.k_witness[:, None],
-            "sm_scale": call.sm_scale,
-            "window_left": call.window_left,
-            "logits_soft_cap": call.logits_soft_cap,
-            "sinks": call.sinks,
+            "sm_scale": call.spec.sm_scale,
+            "window_left": call.spec.window_left,
+            "logits_soft_cap": call.spec.logits_soft_cap,
+            "sinks": call.spec.sinks,
             "bypass": self.bypassed.get(call.layer),
         }
 
@@ -305,7 +305,7 @@ class KernelPacked(PackedStorage):
         spent: list[float],
         audit: Audit | None,
     ) -> CellBatch:
-        visible = visible_tokens([plan.rows[number] for number in group.rows], call.window_left)
+        visible = visible_tokens([plan.rows[number] for number in group.rows], call.spec.window_left)
         return kernel_cells(
             acc,
             output_norm(out),
@@ -313,7 +313,7 @@ class KernelPacked(PackedStorage):
             num_quantized=torch.tensor(visible) - torch.tensor(self._read_exactly(plan, group, visible)),
             delta_loc=spent,
             form=self.policy.meter.form,
-            has_sink=call.sinks is not None,
+            has_sink=call.spec.has_sink,
             v_dim=out.shape[-1],
             arithmetic=own_arithmetic(call.q.dtype),
             audit=audit,
@@ -344,11 +344,11 @@ class KernelPacked(PackedStorage):
         return compare_rows(
             call.q[group.tokens[group.local]],
             list(out[group.local]),
-            [plan.seen_by(number, call.window_left) for number in group.rows],
+            [plan.seen_by(number, call.spec) for number in group.rows],
             read,
             kept.__getitem__,
             plan.audited[group.rows],
-            Attended(call.sm_scale, call.logits_soft_cap, call.sinks, own_arithmetic(call.q.dtype)),
+            call.spec,
             self._format_error(call, own),
         )
 
@@ -363,7 +363,7 @@ class KernelPacked(PackedStorage):
         packed, digits = self.cache[call.layer], call.q.dtype != torch.float32
 
         def format_error(q: Tensor, slots: Tensor) -> Tensor:
-            error = packed_dot_error(packed, q, slots, call.sm_scale, digits)
+            error = packed_dot_error(packed, q, slots, call.spec.sm_scale, digits)
             return error if own is None else error.masked_fill(torch.isin(slots, own.slots), 0.0)
 
         return format_error

@@ -21,9 +21,8 @@ from witcert_core.kernels.certify import FP8, certify
 from witcert_core.kernels.host.backend import kernels_serve
 from witcert_core.kernels.host.pages import PageTable
 from witcert_core.kernels.witness import record_witness
-from witcert_core.meter.audit import Attended, Audit, compare_rows
+from witcert_core.meter.audit import Audit, compare_rows
 from witcert_core.meter.cells import CellBatch
-from witcert_core.meter.kernel_error import KernelArithmetic
 from witcert_core.policy.model import Policy
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.device.cells import (
@@ -131,7 +130,7 @@ class KernelSimulated(SimulatedCache):
             plan,
             call,
             call.q[rows.tokens],
-            lambda number: self.pool.read(call.layer, plan.seen_by(number, call.window_left)),
+            lambda number: self.pool.read(call.layer, plan.seen_by(number, call.spec)),
         )
         if any(delta > 0 for delta in deltas):
             step.deterministic_layers[call.layer] = self._cells(call, rows, [0.0] * len(deltas), norm, None)
@@ -164,7 +163,8 @@ class KernelSimulated(SimulatedCache):
         if witness is None:
             raise RuntimeError(f"layer {call.layer} lost its witnesses")
         q = call.q[rows.tokens]
-        arithmetic = call.arithmetic or KernelArithmetic.of(q.dtype, k.dtype, v.dtype)
+        spec = call.spec
+        arithmetic = spec.kernel(q.dtype, k.dtype, v.dtype)
         law: dict[str, Any] = {}
         if side.scales is not None:
             law = {"steps": side.scales[:, None], "delta_loc": spend_down(deltas, q.device)}
@@ -178,25 +178,25 @@ class KernelSimulated(SimulatedCache):
             value_witness=side.value_witness[:, None, :, None],
             row_request=rows.request,
             row_position=rows.position,
-            sm_scale=call.sm_scale,
-            window_left=call.window_left,
-            logits_soft_cap=call.logits_soft_cap,
-            sinks=None if call.sinks is None else call.sinks.float(),
+            sm_scale=spec.sm_scale,
+            window_left=spec.window_left,
+            logits_soft_cap=spec.logits_soft_cap,
+            sinks=None if spec.sinks is None else spec.sinks.float(),
             arithmetic=arithmetic,
             layer=call.layer,
             **law,
         )
         read = rows.plan.metered_requests()
         exact = side.exact_heads(torch.cat(read))
-        counts = quantized_tokens(exact, read, rows.plan.rows, call.window_left)
+        counts = quantized_tokens(exact, read, rows.plan.rows, spec.window_left)
         return certified_cells(
             found,
             norm,
-            num_visible=visible_tokens(rows.plan.rows, call.window_left),
+            num_visible=visible_tokens(rows.plan.rows, spec.window_left),
             num_quantized=counts.repeat_interleave(q.shape[1] // counts.shape[1], 1),
             delta_loc=deltas,
             form=self.policy.meter.form,
-            has_sink=call.sinks is not None,
+            has_sink=spec.has_sink,
             v_dim=v.shape[-1],
             arithmetic=arithmetic,
             audit=audit,
@@ -210,9 +210,9 @@ class KernelSimulated(SimulatedCache):
         return compare_rows(
             call.q[plan.tokens],
             list(made),
-            [plan.seen_by(number, call.window_left) for number in range(len(plan.rows))],
+            [plan.seen_by(number, call.spec) for number in range(len(plan.rows))],
             functools.partial(self.pool.read, call.layer),
             kept.__getitem__,
             plan.audited,
-            Attended(call.sm_scale, call.logits_soft_cap, call.sinks, call.arithmetic),
+            call.spec,
         )

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from witcert_core.cache.protocols import Pool, SlotErrors
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.batching import RowBatch, batch_rows
 from witcert_core.meter.cells import Terms, bounds_of, sum_terms
-from witcert_core.meter.kernel_error import KernelArithmetic, kernel_radius
 from witcert_core.meter.measure import centred, key_radii
 from witcert_core.meter.output import relative_output_bound
 from witcert_core.policy.gates import block_risk
@@ -30,20 +30,12 @@ MAX_TOGETHER = 2**22
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One attention call as the engine made it. The pool is written to by repairs.
-
-    sinks [Hq] or None; window_left negative for no window. exact_k [SLOTS, Hkv, D], for audits. arithmetic: of the
-    engine's kernel; by default the least exact one that the dtypes allow.
-    """
+    """One attention call as the engine made it; exact_k [SLOTS, Hkv, D], for audits. Repairs write to the pool."""
 
     layer: int
     pool: Pool
-    sm_scale: float
-    logits_soft_cap: float = 0.0
-    window_left: int = -1
-    sinks: Tensor | None = None
+    spec: AttentionSpec
     exact_k: Tensor | None = None
-    arithmetic: KernelArithmetic | None = None
 
 
 @dataclass(frozen=True)
@@ -111,8 +103,8 @@ class GatedRows:
         by_head = self.seen[:, None, :, None].expand(-1, self.heads, -1, self.group, -1)
         self.unseen = ~by_head.flatten(0, 3)  # [K * C, S]
         self.sinks: Tensor | None = None
-        if call.sinks is not None:
-            sinks = call.sinks.view(kv_heads, 1, self.group)[wanted].expand(-1, self.num_rows, -1)
+        if call.spec.sinks is not None:
+            sinks = call.spec.sinks.view(kv_heads, 1, self.group)[wanted].expand(-1, self.num_rows, -1)
             self.sinks = sinks.flatten().repeat(len(self.requests))
 
     def _seen(self) -> Tensor:
@@ -120,8 +112,8 @@ class GatedRows:
         place = torch.arange(self.batch.slots.shape[0], device=device)
         positions = torch.stack([request.positions for request in self.requests]).to(device)[..., None]
         seen = place <= positions
-        if self.call.window_left >= 0:
-            seen = seen & (place >= positions - self.call.window_left)
+        if self.call.spec.window_left >= 0:
+            seen = seen & (place >= positions - self.call.spec.window_left)
         return seen
 
     def terms(self, deltas: list[float]) -> tuple[Terms, Tensor, Tensor, Tensor | None]:
@@ -129,19 +121,19 @@ class GatedRows:
 
         The last, [K * C, S] or None: weight that a sketch says was moved.
         """
-        call, batch, q, k, v = self.call, self.batch, self.q.to(torch.float64), self.k, self.v
-        flat, scale = batch.slots.flatten(), abs(call.sm_scale)
+        spec, batch, q, k, v = self.call.spec, self.batch, self.q.to(torch.float64), self.k, self.v
+        flat = batch.slots.flatten()
         residuals = self.side.residuals(flat)
         if residuals is not None:
             residuals = batch.heads(residuals[0]), batch.heads(residuals[1])
-        logits, centre, stored = centred(q, k, v.to(torch.float64), residuals, call.sm_scale, call.logits_soft_cap)
+        logits, centre, stored = centred(q, k, v.to(torch.float64), residuals, spec)
         logits = logits.masked_fill(self.unseen, float("-inf"))
         if stored is not None:
             stored = replace(stored, logits=stored.logits.masked_fill(self.unseen, float("-inf")))
         by_request = q.view(len(self.requests), -1, q.shape[-1])
-        radius = key_radii(self.side, by_request, batch, None, scale, deltas).masked_fill(self.unseen, 0.0)
-        arithmetic = call.arithmetic or KernelArithmetic.of(self.q.dtype, k.dtype, v.dtype)
-        omega = kernel_radius(q, k, scale, call.logits_soft_cap, arithmetic).masked_fill(self.unseen, 0.0)
+        radius = key_radii(self.side, by_request, batch, None, abs(spec.sm_scale), deltas).masked_fill(self.unseen, 0.0)
+        arithmetic = spec.kernel(self.q.dtype, k.dtype, v.dtype)
+        omega = spec.kernel_radius(q, k, arithmetic).masked_fill(self.unseen, 0.0)
         terms = sum_terms(
             logits,
             radius,
@@ -161,7 +153,7 @@ class GatedRows:
     def look(self, deltas: list[float], block_size: int, has_copy: Callable[[Tensor], Tensor]) -> list[list[Looked]]:
         """What a gate is shown, by request and head. has_copy: bool [S] of slots [S], whose exact copies are there."""
         terms, weights, radius, known = self.terms(deltas)
-        bounds = bounds_of(terms, self.form, self.call.sinks is not None)
+        bounds = bounds_of(terms, self.form, self.call.spec.has_sink)
         out_rel = relative_output_bound(bounds.out, terms.norm)
         out_least = relative_output_bound(terms.handed, terms.norm)
         batch, flat = self.batch, self.batch.slots.flatten()

@@ -42,13 +42,9 @@ def observe(
             call.q[plan.tokens],
             read,
             seen,
+            spec=call.spec,
             radii=radii,
-            sm_scale=call.sm_scale,
             delta_loc=delta,
-            logits_soft_cap=call.logits_soft_cap,
-            window_left=call.window_left,
-            sinks=call.sinks,
-            arithmetic=call.arithmetic,
             form=form,
             exact_k=exact_k,
             audit_rows=plan.audited if audit else None,
@@ -56,7 +52,7 @@ def observe(
         )
 
     step.summed[call.layer] = summed(delta_loc, exact_k is not None)
-    places = [slots if call.window_left < 0 else slots[-(call.window_left + 1) :] for slots in seen]
+    places = [call.spec.visible(slots) for slots in seen]
     compare(step, plan, call, call.q[plan.tokens], lambda number: read(places[number]))
     if any(delta > 0 for delta in delta_loc):
         step.deterministic_summed[call.layer] = summed([0.0] * len(delta_loc), False)
@@ -88,7 +84,7 @@ def gate(
     ]
 
     def read(number: int) -> tuple[Tensor, Tensor]:
-        return call.pool.read(call.layer, plan.seen_by(number, call.window_left))
+        return call.pool.read(call.layer, plan.seen_by(number, call.spec))
 
     outcomes = repairer.run(call, requests)
     compare(step, plan, call, rows, read)

@@ -99,12 +99,13 @@ class PackedStorage:
 
     def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
         """Attention over codes, [N, H * Dv]; a chunk reads itself exactly, or as stored, and is packed either way."""
-        if call.logits_soft_cap or call.window_left >= 0 or call.sinks is not None:
+        spec = replace(call.spec, arithmetic=KernelArithmetic((), call.q.dtype))  # that of `attend`
+        if spec.logits_soft_cap or spec.window_left >= 0 or spec.has_sink:
             raise UnsupportedError(
                 f"layer {call.layer} uses a logit cap, a sliding window or sinks: the packed cache "
                 "attends to all tokens plainly; set quantizer.storage to 'simulated'"
             )
-        call = replace(call, arithmetic=KernelArithmetic((), call.q.dtype))  # that of `attend`
+        call = replace(call, spec=spec)
         for earlier in self.outliers.before(call) or ():
             self._store(earlier, *self._encode(earlier))
         k, v = self._encode(call)
@@ -116,7 +117,7 @@ class PackedStorage:
         source = self.cache if self.repaired is None else self.repaired
         own = call.read_exactly
         read = gather(plan.requests, source[call.layer], lambda flat: source.read(call.layer, flat), own)
-        out = attend(call.q, read, plan.new_tokens, call.sm_scale)
+        out = attend(call.q, read, plan.new_tokens, spec.sm_scale)
         if self.repairer is None:
             self._measure(call, read, plan, step, deltas, out)
         else:
@@ -150,9 +151,8 @@ class PackedStorage:
         layer_call = LayerCall(
             layer=call.layer,
             pool=self.repaired,
-            sm_scale=call.sm_scale,
+            spec=call.spec,
             exact_k=self.exact_k.get(call.layer),
-            arithmetic=call.arithmetic,
         )
         own = call.part(~call.early)
         with self.repaired.chunk(own.slots, own.exact_k, own.exact_v):

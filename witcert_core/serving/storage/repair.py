@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -19,13 +19,12 @@ from torch import Tensor
 from witcert_core.cache.exact_copies import ExactCopies
 from witcert_core.cache.protocols import SlotErrors, StoredErrors
 from witcert_core.errors import PluginError
-from witcert_core.meter.audit import Attended, Audit, compare_rows
+from witcert_core.meter.audit import Audit, compare_rows
 from witcert_core.meter.batching import batch_rows
 from witcert_core.meter.cells import Terms
 from witcert_core.meter.kernel_error import KernelArithmetic
 from witcert_core.meter.measure import Summed
 from witcert_core.meter.sums import AccField
-from witcert_core.meter.tv import attention_logits
 from witcert_core.policy.gates import CellStatus, Gate, GateDecision, GateState
 from witcert_core.serving.storage.gated_rows import GatedRows, LayerCall, Looked, RequestRows, terms_of, together
 
@@ -182,12 +181,12 @@ class BlockRepairer:
     def _outcome(self, call: LayerCall, rows: RequestRows, heads: list[_HeadOutcome]) -> Outcome:
         audits = [head.audit for head in heads if head.audit is not None]
         certain = [head.certain for head in heads if head.certain is not None]
-        has_sink = call.sinks is not None
+        has_sink, window_left = call.spec.has_sink, call.spec.window_left
         audit = None
         if audits:
             audit = Audit(torch.cat([x.tv for x in audits], 1), torch.cat([x.excess for x in audits], 1))
         quantized = _side_by_side([head.quantized for head in heads], len(rows.q))
-        visible = rows.positions + 1 if call.window_left < 0 else (rows.positions + 1).clamp(max=call.window_left + 1)
+        visible = rows.positions + 1 if window_left < 0 else (rows.positions + 1).clamp(max=window_left + 1)
         seen = visible, quantized
         return Outcome(
             cells=_merge([head.terms for head in heads], seen, rows.delta_loc, self.form, has_sink, audit),
@@ -280,7 +279,7 @@ class _HeadRows(GatedRows):
     def serve(self) -> Tensor:
         """Outputs [R, G, Dv] with the engine's arithmetic: its dtype, softmax in float32."""
         k, v = self.k, self.v
-        logits = attention_logits(self.q.float(), k.float(), self.call.sm_scale, self.call.logits_soft_cap)
+        logits = self.call.spec.logits(self.q.float(), k.float())
         logits = logits.masked_fill(self.unseen, float("-inf"))
         if self.sinks is not None:
             logits = torch.cat([logits, self.sinks[:, None].float()], -1)
@@ -299,7 +298,7 @@ class _HeadRows(GatedRows):
             return None
         own = slice(self.head * self.group, (self.head + 1) * self.group)
         sinks = None if self.sinks is None else self.sinks[: self.group]
-        own_arithmetic = KernelArithmetic((), rows.q.dtype)  # that of `serve`
+        arithmetic = call.spec.arithmetic if served is None else KernelArithmetic((), rows.q.dtype)  # that of `serve`
         made = rows.outputs[:, own] if served is None and rows.outputs is not None else served
         kept = call.exact_k[rows.slots, self.head][:, None]
         return compare_rows(
@@ -309,7 +308,7 @@ class _HeadRows(GatedRows):
             lambda places: (self.k[places], self.v[places]),
             kept.__getitem__,
             rows.audited,
-            Attended(call.sm_scale, call.logits_soft_cap, sinks, call.arithmetic if served is None else own_arithmetic),
+            replace(call.spec, sinks=sinks, arithmetic=arithmetic),
         )
 
 

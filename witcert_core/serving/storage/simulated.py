@@ -225,12 +225,8 @@ class SimulatedCache:
         layer_call = LayerCall(
             layer=call.layer,
             pool=self.pool,
-            sm_scale=call.sm_scale,
-            logits_soft_cap=call.logits_soft_cap,
-            window_left=call.window_left,
-            sinks=call.sinks,
+            spec=call.spec,
             exact_k=exact_k,
-            arithmetic=call.arithmetic,
         )
         measuring.gate(step, plan, layer_call, call.q[plan.tokens], outputs, self.repairer, deltas)
 
