@@ -29,7 +29,7 @@ from witcert_core.policy.presets import PRESETS, preset_text
 from witcert_core.quantizers import REGISTRY
 from witcert_core.quantizers.layout import KVLayout
 from witcert_core.quantizers.rotary import RotarySpec
-from witcert_core.serving import answers
+from witcert_core.serving import http
 
 ROOT = Path(__file__).parents[2]
 ADAPTER = ROOT / "adapters" / "sglang" / "witcert_sglang"
@@ -159,12 +159,8 @@ def test_there_are_paths_to_check():
 @pytest.mark.parametrize("name", TEXT)
 def test_every_route_named_is_served(name):
     routes = [code for code in in_code(name) if "/witcert/" in code and "witcert_sglang" not in code]
-    vllm = ROOT / "adapters" / "vllm" / "witcert_vllm"
-    for file in (ADAPTER / "http.py", vllm / "routes.py"):
-        served = file.read_text(encoding="utf-8")
-        for route in routes:
-            path = route.removeprefix("GET ").replace("{id}", "{request_id:path}")
-            assert f'add_api_route("{path}"' in served, file
+    served = {http.STATUS_ROUTE, http.REQUEST_ROUTE}
+    assert {route.removeprefix("GET ").replace("{id}", "{request_id:path}") for route in routes} <= served
 
 
 def test_every_test_cited_exists():
@@ -226,21 +222,21 @@ def test_figures_of_the_readme_and_the_mathematics():
     assert re.findall(r"\\delta\$, by default ([\d.]+\d)", meter) == [str(delta)]
     assert re.findall(r"τ = ([\d.]+\d)", readme) == [str(tau)] == re.findall(r"\\tau\$, by default ([\d.]+\d)", meter)
 
-    assert re.findall(r"last (\d+) requests", readme) == [str(answers.KEPT_SUMMARIES)]
+    assert re.findall(r"last (\d+) requests", readme) == [str(http.KEPT_SUMMARIES)]
     assert "2⁻⁸" in TEXT["limits.md"]
     assert UNIT[torch.bfloat16] == 2.0**-8
 
 
 def test_what_clients_may_ask_for_is_bounded_as_written():
     bounds = {row[0]: row[1] for row in table_rows("http.md", r".*") if len(row) == 3}
-    assert bounds["summaries kept"] == f"the last {answers.KEPT_SUMMARIES}, and {answers.KEPT_BYTES >> 20} MiB of JSON"
-    assert bounds["an id"] == f"{answers.LONGEST_ID} characters"
-    assert bounds["an answer"] == f"{answers.LARGEST_ANSWER >> 20} MiB"
-    assert answers.STATUS_SECONDS == 1.0
+    assert bounds["summaries kept"] == f"the last {http.KEPT_SUMMARIES}, and {http.KEPT_BYTES >> 20} MiB of JSON"
+    assert bounds["an id"] == f"{http.LONGEST_ID} characters"
+    assert bounds["an answer"] == f"{http.LARGEST_ANSWER >> 20} MiB"
+    assert http.STATUS_SECONDS == 1.0
 
 
 def test_the_version_of_sglang_is_the_one_that_is_accepted():
-    version = ast.literal_eval(constant("support.py", "SGLANG_RANGE").args[0]).removeprefix("==")
+    version = ast.literal_eval(constant("refusals.py", "SGLANG_RANGE").args[0]).removeprefix("==")
     assert f"any SGLang but {version}" in TEXT["limits.md"]
     for name, text in TEXT.items():
         assert set(re.findall(r"SGLang (?:but )?(\d+\.\d+\.\d+)", text)) <= {version}, name
@@ -278,14 +274,14 @@ REFUSED = {
 
 
 def test_the_limits_name_every_refused_option():
-    table = constant("support.py", "REFUSED_OPTIONS")
+    table = constant("refusals.py", "REFUSED_OPTIONS")
     assert {ast.literal_eval(key) for key in table.keys} == set(REFUSED)
     refusals = [row[0] for row in table_rows("limits.md", r".*")]
     for option, words in REFUSED.items():
         assert any(all(word in cell for word in words) for cell in refusals), option
-    backends = ast.literal_eval(constant("support.py", "BACKENDS"))
+    backends = ast.literal_eval(constant("refusals.py", "BACKENDS"))
     (row, *_other_engines) = [cell for cell in refusals if cell.startswith("attention backends other than")]
     assert re.findall(r"`(\w+)`", row) == list(backends)
-    first, stop, step = (ast.literal_eval(arg) for arg in constant("support.py", "HEAD_DIMS").args)
+    first, stop, step = (ast.literal_eval(arg) for arg in constant("refusals.py", "HEAD_DIMS").args)
     assert first == step
     assert any(f"multiple of {step} up to {stop - 1}" in cell for cell in refusals)

@@ -8,7 +8,7 @@ from typing import Any
 
 from test_docs import ROOT, TEXT, table_rows
 
-SUPPORT = ast.parse((ROOT / "adapters" / "vllm" / "witcert_vllm" / "support.py").read_text(encoding="utf-8"))
+SUPPORT = ast.parse((ROOT / "adapters" / "vllm" / "witcert_vllm" / "refusals.py").read_text(encoding="utf-8"))
 
 
 def constant(name: str) -> Any:
@@ -16,7 +16,7 @@ def constant(name: str) -> Any:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             return node.value  # type: ignore[attr-defined]
-    raise AssertionError(f"support.py sets no {name}")
+    raise AssertionError(f"refusals.py sets no {name}")
 
 
 def test_the_version_of_vllm_is_the_one_that_is_accepted():

@@ -14,11 +14,11 @@ from conftest import write_policy
 from sglang.srt.managers import auxiliary_output
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from test_refusals import changed_config, on_import_of
-from witcert_sglang import contract
+from witcert_sglang import contract, plugin
 from witcert_sglang.contract import CONTRACT, Members
 from witcert_sglang.doctor import of_model
 from witcert_sglang.hooks import Hook
-from witcert_sglang.plugin import Installation
+from witcert_sglang.worker import SchedulerProcess
 
 from witcert_core.policy.model import parse_policy
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.sglang
 def hooks() -> list[Hook]:
     packed = {"version": 1, "quantizer": {"name": "int8_dither", "storage": "packed"}}
     policy = parse_policy(packed)
-    return Installation(policy, policy.resolved_quantizer).hooks()
+    return plugin.hooks(policy, SchedulerProcess(policy))
 
 
 def test_sglang_keeps_the_contract() -> None:

@@ -14,7 +14,7 @@ from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock1
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 from witcert_demo.servers import running_server
-from witcert_sglang import support
+from witcert_sglang import refusals
 from witcert_sglang.pool import EnginePool, backend_scales
 
 from witcert_core.errors import UnsupportedError
@@ -152,8 +152,8 @@ def test_refused_by_name() -> None:
         "kv_cache_dtype": "fp8_e4m3",
     }
     gpu = {"device": "cuda", "attention_backend": "flashinfer"}
-    support.check_engine_cache("stored", SimpleNamespace(**cpu))
-    support.check_engine_cache("chunk_exact", SimpleNamespace(**{**cpu, "attention_backend": "triton"}))
+    refusals.check_engine_cache("stored", SimpleNamespace(**cpu))
+    refusals.check_engine_cache("chunk_exact", SimpleNamespace(**{**cpu, "attention_backend": "triton"}))
     for changes, reads, named in (
         ({}, "chunk_exact", "prefill_reads to 'stored'"),
         ({"prefill_attention_backend": "triton"}, "stored", "prefill_reads to 'chunk_exact'"),
@@ -163,10 +163,10 @@ def test_refused_by_name() -> None:
         (gpu, "stored", "prefill_reads to 'chunk_exact'"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            support.check_engine_cache(reads, SimpleNamespace(**{**cpu, **changes}))
-    support.check_engine_cache("chunk_exact", SimpleNamespace(**{**cpu, **gpu}))
+            refusals.check_engine_cache(reads, SimpleNamespace(**{**cpu, **changes}))
+    refusals.check_engine_cache("chunk_exact", SimpleNamespace(**{**cpu, **gpu}))
     plain = {"use_paged": False, "enable_deterministic": False, "is_multimodal": False}
-    support.check_flashinfer_cache(SimpleNamespace(**plain), {0: (1.0, 1.0)})
+    refusals.check_flashinfer_cache(SimpleNamespace(**plain), {0: (1.0, 1.0)})
     for odd, scales, named in (
         ({"use_paged": True}, {}, "SGLANG_FLASHINFER_USE_PAGED"),
         ({"enable_deterministic": True}, {}, "deterministic"),
@@ -174,14 +174,14 @@ def test_refused_by_name() -> None:
         ({}, {0: (1.0, 1.0), 3: (0.5, 1.0)}, "with scales"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            support.check_flashinfer_cache(SimpleNamespace(**{**plain, **odd}), scales)
+            refusals.check_flashinfer_cache(SimpleNamespace(**{**plain, **odd}), scales)
     pool = Engine("none").pool
     with pytest.raises(UnsupportedError, match="nothing is quantized"):
-        support.check_engine_pool(pool, torch.float32)
-    support.check_engine_pool(pool, torch.bfloat16)
+        refusals.check_engine_pool(pool, torch.float32)
+    refusals.check_engine_pool(pool, torch.bfloat16)
     pool.quant_method = NVFP4KVCacheMethod.__new__(NVFP4KVCacheMethod)
     with pytest.raises(UnsupportedError, match="nvfp4"):
-        support.check_engine_pool(pool, torch.bfloat16)
+        refusals.check_engine_pool(pool, torch.bfloat16)
 
 
 def test_a_server_with_a_cache_of_its_own(checkpoint: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 from conftest import Metered, ask_many, samples_of_each_task, write_policy
 from sglang.srt.layers.radix_attention import RadixAttention
 from witcert_demo.servers import running_server
-from witcert_sglang import support
-from witcert_sglang.rotary import rotary_modules
+from witcert_sglang import refusals
+from witcert_sglang.geometry import rotary_modules
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy.plugins import quantizer_registry
@@ -61,11 +61,11 @@ def test_pages_that_would_split_a_group_are_refused(name: str, unit: int) -> Non
     for page_size in (1, 16, 32, 64, 128):
         args = SimpleNamespace(page_size=page_size, disable_radix_cache=False)
         if page_size % unit == 0:
-            support.check_sharing(quantizer, args)
+            refusals.check_sharing(quantizer, args)
             continue
         with pytest.raises(UnsupportedError, match=f"use --page-size {unit} or --disable-radix-cache"):
-            support.check_sharing(quantizer, args)
-        support.check_sharing(quantizer, SimpleNamespace(page_size=page_size, disable_radix_cache=True))
+            refusals.check_sharing(quantizer, args)
+        refusals.check_sharing(quantizer, SimpleNamespace(page_size=page_size, disable_radix_cache=True))
 
 
 def test_the_rotary_embedding_beside_a_layer_is_found() -> None:

@@ -18,14 +18,15 @@ import torch
 import witcert_sglang
 from conftest import write_policy
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from transformers import LlamaConfig
 from witcert_demo.servers import server_environment
-from witcert_sglang import support, windows
+from witcert_sglang import refusals, startup, windows, worker
 from witcert_sglang.doctor import of_model
-from witcert_sglang.plugin import Installation, is_main_process
+from witcert_sglang.startup import is_main_process
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy.model import Policy, parse_policy
@@ -105,7 +106,7 @@ def test_port_in_use() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UnsupportedError, match=f"--port {port}"):
-            support.check_port("127.0.0.1", port)
+            refusals.check_port("127.0.0.1", port)
 
 
 def test_a_hybrid_model_stops_the_server(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_workers_are_told_by_what_they_run() -> None:
     assert not run_scheduler_process()
 
 
-FINE = {name: allowed for name, (allowed, _) in support.REFUSED_OPTIONS.items()} | {
+FINE = {name: allowed for name, (allowed, _) in refusals.REFUSED_OPTIONS.items()} | {
     "kv_cache_dtype": "auto",
     "attention_backend": "torch_native",
     "prefill_attention_backend": None,
@@ -185,7 +186,7 @@ FINE = {name: allowed for name, (allowed, _) in support.REFUSED_OPTIONS.items()}
 
 
 def test_plain_options_pass() -> None:
-    support.check_server(SimpleNamespace(**FINE))
+    refusals.check_server(SimpleNamespace(**FINE))
 
 
 @pytest.mark.parametrize(
@@ -215,13 +216,13 @@ def test_plain_options_pass() -> None:
 )
 def test_options_refused_by_name(option: str, value: object, named: str) -> None:
     with pytest.raises(UnsupportedError, match=named):
-        support.check_server(SimpleNamespace(**{**FINE, option: value}))
+        refusals.check_server(SimpleNamespace(**{**FINE, option: value}))
 
 
 def test_a_server_past_the_python_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     with pytest.raises(UnsupportedError, match="SGLANG_RUST_SERVER"):
-        support.check_server(SimpleNamespace(**FINE))
+        refusals.check_server(SimpleNamespace(**FINE))
 
 
 PACKED = {"quantizer": {"name": "int8_dither", "storage": "packed"}}
@@ -251,28 +252,28 @@ def test_graphs_are_metered_or_refused_with_the_flag_that_helps(
     phases = SimpleNamespace(decode=SimpleNamespace(backend=decode), prefill=SimpleNamespace(backend=prefill))
     on_gpu = {"device": "cuda", "attention_backend": "triton", "cuda_graph_config": phases}
     with nullcontext() if flag is None else pytest.raises(UnsupportedError, match=flag):
-        support.check_graphs(policy, SimpleNamespace(**{**FINE, **on_gpu, **options}))
+        refusals.check_graphs(policy, SimpleNamespace(**{**FINE, **on_gpu, **options}))
 
 
 def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = SimpleNamespace(**FINE | {"attention_backend": "triton"})
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UnsupportedError, match="use --attention-backend torch_native"):
-        support.check_server(triton)
+        refusals.check_server(triton)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    support.check_server(triton)
+    refusals.check_server(triton)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
 def test_backends_of_a_gpu_are_metered_there_alone(backend: str) -> None:
     on_gpu = {**FINE, "device": "cuda", "attention_backend": backend}
-    support.check_server(SimpleNamespace(**on_gpu))
+    refusals.check_server(SimpleNamespace(**on_gpu))
     with pytest.raises(UnsupportedError, match=r"'trtllm_mha' is not metered; use .*flashinfer or fa3"):
-        support.check_server(SimpleNamespace(**on_gpu | {"decode_attention_backend": "trtllm_mha"}))
-    support.check_storage("simulated", SimpleNamespace(**on_gpu))
+        refusals.check_server(SimpleNamespace(**on_gpu | {"decode_attention_backend": "trtllm_mha"}))
+    refusals.check_storage("simulated", SimpleNamespace(**on_gpu))
     refused = pytest.raises(UnsupportedError, match=f"{backend}.*use --attention-backend triton")
     with nullcontext() if backend == "triton" else refused:
-        support.check_storage("packed", SimpleNamespace(**on_gpu))
+        refusals.check_storage("packed", SimpleNamespace(**on_gpu))
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "fa3"])
@@ -282,7 +283,7 @@ def test_their_calls_go_through_the_meter(name: str) -> None:
 
     calls: list[tuple[str, bool]] = []
 
-    class Stub:
+    class Stub(AttentionBackend):
         def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
             return "decoded"
 
@@ -301,7 +302,7 @@ def test_their_calls_go_through_the_meter(name: str) -> None:
     assert calls == [("decoded", True), ("extended", False)]
     assert backend.get_fused_kv_write_buffers(None, None) is None
     assert isinstance(backend, Stub)
-    assert name in support.BACKENDS
+    assert name in refusals.BACKENDS
 
 
 def backend_of(name: str, window: int | None = None) -> object:
@@ -335,7 +336,7 @@ def test_the_table_of_windows_is_sglangs_own() -> None:
     less, whole = kit._SWA_DECODE_MIN_SEQ_LEN_WINDOW, kit._SWA_DECODE_EXTEND_WINDOW
     assert "triton" in less
     assert {"torch_native", "fa3", "flashinfer"} <= whole
-    assert set(support.BACKENDS) <= less | whole
+    assert set(refusals.BACKENDS) <= less | whole
     for backend, decoded in ((TritonAttnBackend, 15), (TorchNativeAttnBackend, 16)):
         assert windows.window_left(backend, layer, True) == decoded
         assert windows.window_left(backend, layer, False) == 16
@@ -344,27 +345,27 @@ def test_the_table_of_windows_is_sglangs_own() -> None:
 
 
 def test_an_abort_on_several_ranks_is_refused() -> None:
-    support.check_gate(True, "serve", SimpleNamespace(tp_size=2, device="cpu"))
+    refusals.check_gate(True, "serve", SimpleNamespace(tp_size=2, device="cpu"))
     with pytest.raises(UnsupportedError, match="part ways"):
-        support.check_gate(True, "abort", SimpleNamespace(tp_size=2, device="cpu"))
+        refusals.check_gate(True, "abort", SimpleNamespace(tp_size=2, device="cpu"))
 
 
 def test_packed_storage_beside_a_cache_dtype() -> None:
     fine = (("packed", "cpu", "auto"), ("packed", "cuda", "auto"), ("simulated", "cuda", "bf16"))
     for storage, device, dtype in fine:
-        support.check_storage(storage, SimpleNamespace(**FINE | {"device": device, "kv_cache_dtype": dtype}))
+        refusals.check_storage(storage, SimpleNamespace(**FINE | {"device": device, "kv_cache_dtype": dtype}))
     with pytest.raises(UnsupportedError, match="bf16"):
-        support.check_storage("packed", SimpleNamespace(**FINE | {"kv_cache_dtype": "bf16"}))
+        refusals.check_storage("packed", SimpleNamespace(**FINE | {"kv_cache_dtype": "bf16"}))
 
 
 def test_outliers_in_sixteen_bit_need_a_model_of_it() -> None:
     bypass = REGISTRY.get("int8_dither_bypass", {"pairs": 8})
-    support.check_bypass(bypass, SimpleNamespace(dtype=torch.bfloat16, head_dim=16))
-    support.check_bypass(REGISTRY.get("int8_dither"), SimpleNamespace(dtype=torch.float32, head_dim=16))
+    refusals.check_bypass(bypass, SimpleNamespace(dtype=torch.bfloat16, head_dim=16))
+    refusals.check_bypass(REGISTRY.get("int8_dither"), SimpleNamespace(dtype=torch.float32, head_dim=16))
     with pytest.raises(UnsupportedError, match="bfloat16"):
-        support.check_bypass(bypass, SimpleNamespace(dtype=torch.float32, head_dim=64))
+        refusals.check_bypass(bypass, SimpleNamespace(dtype=torch.float32, head_dim=64))
     with pytest.raises(UnsupportedError, match="8 channel pairs"):
-        support.check_bypass(bypass, SimpleNamespace(dtype=torch.float16, head_dim=8))
+        refusals.check_bypass(bypass, SimpleNamespace(dtype=torch.float16, head_dim=8))
 
 
 def model_config(**changes: object) -> SimpleNamespace:
@@ -391,9 +392,9 @@ def attending(*layers: int) -> SimpleNamespace:
 
 def test_models_refused_by_name() -> None:
     capped = {"text": {"attn_logit_softcapping": 50.0}}
-    support.check_model(model_config(), "torch_native")
-    support.check_model(model_config(**capped), "triton")
-    support.check_model(model_config(text={"sliding_window": 128}), "triton")  # in the ordinary pool
+    refusals.check_model(model_config(), "torch_native")
+    refusals.check_model(model_config(**capped), "triton")
+    refusals.check_model(model_config(text={"sliding_window": 128}), "triton")  # in the ordinary pool
     for changes, named in (
         (capped, "attn_logit_softcapping"),
         ({"head_dim": 192, "v_head_dim": 128}, "equal widths"),
@@ -419,7 +420,7 @@ def test_models_refused_by_name() -> None:
         ({"text": {"gated_attention_layers": [1]}}, "gated_attention_layers .* not understood"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            support.check_model(model_config(**changes), "torch_native")
+            refusals.check_model(model_config(**changes), "torch_native")
 
 
 def policy_of(**sections: object) -> Policy:
@@ -452,19 +453,18 @@ REFUSED = {
 def test_the_doctor_and_the_server_have_one_verdict(path: Path) -> None:
     """Of every published configuration; after a refusal the doctor speaks of no layers that it would meter."""
     found = list(of_model(str(path), policy_of()))
-    server = Installation(policy_of(), policy_of().resolved_quantizer)
     args = SimpleNamespace(model_path=str(path), kv_cache_dtype="auto", attention_backend="triton", device="cpu")
     if path.name in SERVED:
         assert {finding.level for finding in found} <= {"ok", "note"}
         assert [finding.subject for finding in found][:3] == ["model", "head size", "metered"]
-        server.check_model(ModelConfig(str(path)), args)
+        startup.check_model(policy_of(), ModelConfig(str(path)), args)
         return
     (finding,) = found
     assert finding.level == "refused"
     assert re.search(REFUSED[path.name], finding.text), finding.text
     if "cannot be read" not in finding.text:
         with pytest.raises(UnsupportedError) as raised:
-            server.check_model(ModelConfig(str(path)), args)
+            startup.check_model(policy_of(), ModelConfig(str(path)), args)
         assert str(raised.value) == finding.text
 
 
@@ -507,9 +507,9 @@ def test_a_pool_of_another_kind_is_named_before_it_is_looked_into(
 ) -> None:
     """In a scheduler: the pool's class comes first, and one line is all there is."""
     policy = policy_of(quantizer={"name": quantizer}, prefill_reads="stored")
-    server = Installation(policy, policy.resolved_quantizer)
+    server = worker.SchedulerProcess(policy)
     args = SimpleNamespace(kv_cache_dtype="auto", attention_backend="torch_native", device="cpu")
-    monkeypatch.setattr(server, "checked_options", lambda _args: args)
+    monkeypatch.setattr(worker, "checked_options", lambda _policy, _args: args)
     runner = SimpleNamespace(
         server_args=args,
         token_to_kv_pool=real_pools()[name],
@@ -527,7 +527,7 @@ def test_a_pool_of_another_kind_is_named_before_it_is_looked_into(
 def test_an_error_of_ours_at_the_start_is_one_line_that_names_it(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = Installation(policy_of(), policy_of().resolved_quantizer)
+    server = worker.SchedulerProcess(policy_of())
     monkeypatch.setattr(server, "build_runtime", lambda *_: MHATokenToKVPool.layer_number)
     with (
         caplog.at_level("DEBUG", "witcert_core.serving.startup"),
@@ -540,20 +540,20 @@ def test_an_error_of_ours_at_the_start_is_one_line_that_names_it(
 
 
 def test_a_pool_narrower_than_the_model_is_refused() -> None:
-    support.check_model(model_config(dtype=torch.bfloat16), "triton", "bf16")
+    refusals.check_model(model_config(dtype=torch.bfloat16), "triton", "bf16")
     with pytest.raises(UnsupportedError, match="bf16 under a float32 model"):
-        support.check_model(model_config(), "triton", "bf16")
+        refusals.check_model(model_config(), "triton", "bf16")
 
 
 def test_pools_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="SimpleNamespace"):
-        support.check_pool(SimpleNamespace(kv_cache_layout="nhd", dtype=torch.float32))
+        refusals.check_pool(SimpleNamespace(kv_cache_layout="nhd", dtype=torch.float32))
 
 
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "version", lambda _name: "0.6.0")
+    monkeypatch.setattr(refusals, "version", lambda _name: "0.6.0")
     with pytest.raises(UnsupportedError, match=r"0\.6\.0"):
-        support.check_version()
+        refusals.check_version()
 
 
 def attention_layer(layer_id: int, **changes: object) -> torch.nn.Module:
@@ -564,11 +564,11 @@ def attention_layer(layer_id: int, **changes: object) -> torch.nn.Module:
 
 
 def test_layers_refused_by_name() -> None:
-    support.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 2)
+    refusals.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 2)
     with pytest.raises(UnsupportedError, match="pool of 1 layers"):
-        support.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 1)
+        refusals.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 1)
     with pytest.raises(UnsupportedError, match="belongs to one"):
-        support.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(0)]), 2)
+        refusals.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(0)]), 2)
     for changes, named in (
         ({"is_cross_attention": True}, "cross-attention"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
@@ -577,9 +577,9 @@ def test_layers_refused_by_name() -> None:
         ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            support.check_layers(torch.nn.ModuleList([attention_layer(0, **changes)]), 1)
+            refusals.check_layers(torch.nn.ModuleList([attention_layer(0, **changes)]), 1)
 
 
 def test_float32_on_a_gpu_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="TF32"):
-        support.check_model(model_config(), "triton", "auto", "cuda")
+        refusals.check_model(model_config(), "triton", "auto", "cuda")

@@ -37,7 +37,7 @@ def test_the_doctor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [f for f in found if f.level == "refused"] == []
     said = {f.subject: f.text for f in found}
     assert "private names of vLLM are as expected" in said["contract"]
-    assert said["metered"].startswith("2 of 4 layers x 4 query heads: 8 cells a row, tier dither")
+    assert said["metered"].startswith("2 of 4 layers x 4 query heads: 8 cells a row, tier probabilistic")
     assert "WITCERT_POLICY is not set" in said["switch"]
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert [f.subject for f in examine(None, POLICY) if f.level == "refused"] == ["plugin"]

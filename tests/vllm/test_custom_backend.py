@@ -19,8 +19,8 @@ from engine import LAYERS, in_own_process, running_engine, write_policy
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from witcert_vllm import backends, process
-from witcert_vllm.attention import check_contract
+from witcert_vllm import backend, process
+from witcert_vllm.backend import check_contract
 
 from witcert_core.errors import UnsupportedError
 
@@ -36,7 +36,7 @@ def chosen_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", classmethod(choose))
     yield
     CUSTOM.clear_override()
-    backends.STOCK.pop("CUSTOM", None)
+    backend.STOCK.pop("CUSTOM", None)
 
 
 def register(name: str) -> None:
@@ -95,15 +95,15 @@ def test_one_registered_after_ours_is_wrapped_too(
 ) -> None:
     """vLLM loads plugins in any order."""
     monkeypatch.setenv("WITCERT_POLICY", str(write_policy(tmp_path / "p.yaml", **POLICY)))
-    stock = backends.STOCK["CPU_ATTN"]
+    stock = backend.STOCK["CPU_ATTN"]
     witcert_vllm.load()
     register("Counting")
     register_backend(AttentionBackendEnum.CPU_ATTN, "custom_backends.Counting")
     EngineArgs(model=str(checkpoint), dtype="float32").create_engine_config()
     for name in ("CUSTOM", "CPU_ATTN"):
-        assert AttentionBackendEnum[name].get_path() == f"witcert_vllm.backends.{name}"
+        assert AttentionBackendEnum[name].get_path() == f"witcert_vllm.backend.{name}"
         assert AttentionBackendEnum[name].get_class().get_impl_cls().witcert_metered
-        assert backends.STOCK[name] == "custom_backends.Counting"
+        assert backend.STOCK[name] == "custom_backends.Counting"
     register_backend(AttentionBackendEnum.CPU_ATTN, stock)
 
 

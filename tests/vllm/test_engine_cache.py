@@ -12,7 +12,7 @@ from engine import in_own_process, running_engine
 from readback import compared_outputs
 from vllm.config.cache import CacheDType
 from witcert_demo.tasks import Sample
-from witcert_vllm import backends, support
+from witcert_vllm import backend, refusals
 
 from witcert_core.errors import UnsupportedError
 
@@ -73,19 +73,19 @@ def test_int8_per_token_head(checkpoint: Path, tmp_path: Path, samples: list[Sam
 
 def test_every_cache_vllm_has_is_metered_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """TurboQuant too, whose backend needs a GPU: vLLM itself would take its name here and store something else."""
-    monkeypatch.setitem(backends.STOCK, "CPU_ATTN", "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend")
-    for dtype in support.READ_BACK:
-        support.check_engine_cache(dtype, torch.float32, "stored", "cpu")
-    others = set(get_args(CacheDType)) - set(support.READ_BACK)
+    monkeypatch.setitem(backend.STOCK, "CPU_ATTN", "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend")
+    for dtype in refusals.READ_BACK:
+        refusals.check_engine_cache(dtype, torch.float32, "stored", "cpu", backend.STOCK)
+    others = set(get_args(CacheDType)) - set(refusals.READ_BACK)
     assert "turboquant_k8v4" in others
     for dtype in others:
         with pytest.raises(UnsupportedError, match=f"--kv-cache-dtype {dtype} "):
-            support.check_engine_cache(dtype, torch.float32, "stored", "cpu")
+            refusals.check_engine_cache(dtype, torch.float32, "stored", "cpu", backend.STOCK)
 
 
 def test_caches_that_cannot_be_read_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.STOCK, "CPU_ATTN", "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend")
-    support.check_engine_cache("fp8", torch.float32, "stored", "cpu")
+    monkeypatch.setitem(backend.STOCK, "CPU_ATTN", "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend")
+    refusals.check_engine_cache("fp8", torch.float32, "stored", "cpu", backend.STOCK)
     for arguments, named in (
         (("auto", torch.float32, "stored", "cpu"), "quantizes nothing"),
         (("fp8", torch.bfloat16, "stored", "cuda"), "cuda"),
@@ -96,4 +96,4 @@ def test_caches_that_cannot_be_read_back_are_refused(monkeypatch: pytest.MonkeyP
         (("int4_per_token_head", torch.float32, "stored", "cpu"), "int4_per_token_head.*not known"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            support.check_engine_cache(*arguments)
+            refusals.check_engine_cache(*arguments, backend.STOCK)

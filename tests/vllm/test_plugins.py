@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import samples_of_each_task
 from engine import running_engine
-from witcert_vllm import support
-from witcert_vllm.rotary import rotary_modules
+from witcert_vllm import refusals
+from witcert_vllm.geometry import rotary_modules
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy.plugins import quantizer_registry
@@ -49,11 +49,11 @@ def test_blocks_that_would_split_a_group_are_refused(name: str, unit: int) -> No
     for block_size in (16, 32, 64, 128):
         cache = SimpleNamespace(block_size=block_size, enable_prefix_caching=True)
         if block_size % unit == 0:
-            support.check_sharing(quantizer, cache)
+            refusals.check_sharing(quantizer, cache)
             continue
         with pytest.raises(UnsupportedError, match=f"use --block-size {unit} or --no-enable-prefix-caching"):
-            support.check_sharing(quantizer, cache)
-        support.check_sharing(quantizer, SimpleNamespace(block_size=block_size, enable_prefix_caching=False))
+            refusals.check_sharing(quantizer, cache)
+        refusals.check_sharing(quantizer, SimpleNamespace(block_size=block_size, enable_prefix_caching=False))
 
 
 def test_the_rotary_embedding_beside_a_layer_is_found() -> None:

@@ -17,7 +17,7 @@ from engine import write_policy
 from servers import command, environment
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
-from witcert_vllm import config, support
+from witcert_vllm import refusals, startup
 from witcert_vllm.doctor import of_model
 
 from witcert_core.errors import UnsupportedError
@@ -112,7 +112,7 @@ def test_a_broken_adapter_stops_the_server(checkpoint: Path, tmp_path: Path) -> 
 
 
 def test_a_lost_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from witcert_vllm.plugin import Wrapped, wrap
+    from witcert_vllm.hooks import Wrapped, wrap
 
     with pytest.raises(UnsupportedError, match=r"LLMEngine\.no_such_thing"):
         wrap(Wrapped("vllm.v1.engine.llm_engine.LLMEngine.no_such_thing", lambda: None, ()))
@@ -134,10 +134,10 @@ def test_policy_with_a_typo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     with pytest.raises(UnsupportedError, match=r"0\.33\.0"):
-        support.check_version()
+        refusals.check_version()
 
 
-FINE = {name: allowed for name, (allowed, _) in support.REFUSED_OPTIONS.items()}
+FINE = {name: allowed for name, (allowed, _) in refusals.REFUSED_OPTIONS.items()}
 
 
 @pytest.mark.parametrize(
@@ -159,26 +159,26 @@ FINE = {name: allowed for name, (allowed, _) in support.REFUSED_OPTIONS.items()}
     ],
 )
 def test_options_refused_by_name(option: str, value: object, named: str) -> None:
-    support.check_engine_args(SimpleNamespace(**FINE))
+    refusals.check_engine_args(SimpleNamespace(**FINE))
     with pytest.raises(UnsupportedError, match=named):
-        support.check_engine_args(SimpleNamespace(**{**FINE, option: value}))
+        refusals.check_engine_args(SimpleNamespace(**{**FINE, option: value}))
 
 
 def test_a_server_past_the_python_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(UnsupportedError, match="VLLM_USE_RUST_FRONTEND"):
-        support.check_engine_args(SimpleNamespace(**FINE))
+        refusals.check_engine_args(SimpleNamespace(**FINE))
 
 
 def test_what_no_option_asked_for_is_refused() -> None:
     """A model in speculators format names a draft model; VLLM_DP_SIZE makes replicas."""
     speculative, replicas = SimpleNamespace(method="eagle3"), SimpleNamespace(data_parallel_size=2)
     alone = SimpleNamespace(data_parallel_size=1)
-    support.check_resolved(SimpleNamespace(speculative_config=None, parallel_config=alone))
+    refusals.check_resolved(SimpleNamespace(speculative_config=None, parallel_config=alone))
     with pytest.raises(UnsupportedError, match=r"'eagle3'.*speculative decoding"):
-        support.check_resolved(SimpleNamespace(speculative_config=speculative, parallel_config=alone))
+        refusals.check_resolved(SimpleNamespace(speculative_config=speculative, parallel_config=alone))
     with pytest.raises(UnsupportedError, match="data parallelism"):
-        support.check_resolved(SimpleNamespace(speculative_config=None, parallel_config=replicas))
+        refusals.check_resolved(SimpleNamespace(speculative_config=None, parallel_config=replicas))
 
 
 TEXT = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
@@ -204,8 +204,8 @@ def model(text: dict[str, object] | None = None, **changes: object) -> SimpleNam
 
 
 def test_models_refused_by_name() -> None:
-    support.check_model(model(), "cpu")
-    support.check_model(model({"sliding_window": 128, "layer_types": ["full_attention"] * 2}), "cpu")  # of no layer
+    refusals.check_model(model(), "cpu")
+    refusals.check_model(model({"sliding_window": 128, "layer_types": ["full_attention"] * 2}), "cpu")  # of no layer
     for changes, named in (
         ({"use_mla": True}, "MLA"),
         ({"runner_type": "pooling"}, "does not generate"),
@@ -226,9 +226,9 @@ def test_models_refused_by_name() -> None:
         ({"text": {"gated_attention_layers": [1]}}, "gated_attention_layers .* not understood"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            support.check_model(model(**changes), "cpu")
+            refusals.check_model(model(**changes), "cpu")
     with pytest.raises(UnsupportedError, match="TF32"):
-        support.check_model(model(), "cuda")
+        refusals.check_model(model(), "cuda")
 
 
 @pytest.mark.parametrize("name", ["jamba", "mistral7b_v01"])
@@ -247,7 +247,7 @@ def test_the_doctor_and_the_server_refuse_a_model_with_one_voice(
 def test_an_error_of_ours_at_the_start_is_one_line_that_names_it(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(support, "check_bypass", lambda *_: {}["head_dim"])
+    monkeypatch.setattr(refusals, "check_bypass", lambda *_: {}["head_dim"])
     with caplog.at_level("DEBUG", "witcert_core.serving.startup"):
         line = refused_config(checkpoint, write_policy(tmp_path / "p.yaml", **NONE), monkeypatch)
     assert line.startswith("witcert: KeyError: 'head_dim' (in ")
@@ -258,27 +258,27 @@ def test_an_error_of_ours_at_the_start_is_one_line_that_names_it(
 
 def test_the_doctor_says_that_no_kernel_is_reached_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, until one is; the banner has the same."""
-    assert support.slow_meter("cpu") == ""
+    assert refusals.slow_meter("cpu") == ""
     path = str(Path(__file__).parents[1] / "data" / "configs" / "llama31_8b")
     policy = parse_policy({"version": 1, **NONE})
     assert not [finding for finding in of_model(path, policy) if finding.subject == "speed"]
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type="cuda"))
     (finding,) = [finding for finding in of_model(path, policy) if finding.subject == "speed"]
-    assert (finding.level, finding.text) == ("note", support.slow_meter("cuda"))
+    assert (finding.level, finding.text) == ("note", refusals.slow_meter("cuda"))
     assert "no kernel of the meter's is reached under vLLM on 'cuda'" in finding.text
 
 
 def test_caches_refused_by_name() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-    support.check_cache_dtype("auto", torch.float32)
-    support.check_cache_dtype("bfloat16", torch.bfloat16)
+    refusals.check_cache_dtype("auto", torch.float32)
+    refusals.check_cache_dtype("bfloat16", torch.bfloat16)
     with pytest.raises(UnsupportedError, match="bfloat16 under a float32 model"):
-        support.check_cache_dtype("bfloat16", torch.float32)
+        refusals.check_cache_dtype("bfloat16", torch.float32)
     shape = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
-    support.check_specs({"l": FullAttentionSpec(**shape)})
+    refusals.check_specs({"l": FullAttentionSpec(**shape)})
     with pytest.raises(UnsupportedError, match="SlidingWindowSpec"):
-        support.check_specs({"l": SlidingWindowSpec(**shape, sliding_window=64)})
+        refusals.check_specs({"l": SlidingWindowSpec(**shape, sliding_window=64)})
 
 
 def test_a_worker_says_in_one_line_what_it_refuses(
@@ -302,7 +302,7 @@ def test_a_worker_says_in_one_line_what_it_refuses(
         Worker().determine_available_memory()
     assert capsys.readouterr().err.startswith("witcert: layer l keeps its cache as SlidingWindowSpec")
     # An error of our own code is named likewise, one of vLLM's (here: of the stock class) is left to it.
-    monkeypatch.setattr(support, "check_specs", lambda specs: specs.no_such_thing)
+    monkeypatch.setattr(refusals, "check_specs", lambda specs: specs.no_such_thing)
     with pytest.raises(AttributeError):
         Worker().determine_available_memory()
     (line,) = capsys.readouterr().err.splitlines()
@@ -317,13 +317,13 @@ def test_connectors() -> None:
     """One beside ours counts what it loads as unknown; where that cannot be, it is refused."""
     theirs = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     observe = parse_policy({"version": 1, **NONE})
-    support.check_connector(theirs, observe)
-    both = config.with_connector(theirs)
+    refusals.check_connector(theirs, observe)
+    both = startup.with_connector(theirs)
     assert both.kv_connector == "MultiConnector"
-    assert config.has_own(both)
+    assert startup.has_own(both)
     names = [child["kv_connector"] for child in both.kv_connector_extra_config["connectors"]]
     assert names == ["WitCertConnector", "ExampleConnector"]
-    alone = config.with_connector(None)
+    alone = startup.with_connector(None)
     assert alone.kv_connector == "WitCertConnector"
     # To a consumer vLLM gives blocks back late, and it takes embeddings from clients for one.
     assert not alone.is_kv_consumer
@@ -332,4 +332,4 @@ def test_connectors() -> None:
         ({**NONE, "gate": {"kind": "combined"}}, "gate.kind"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            support.check_connector(theirs, parse_policy({"version": 1, **policy}))
+            refusals.check_connector(theirs, parse_policy({"version": 1, **policy}))

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from vllm.entrypoints.launchers import app as launcher
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from witcert_vllm import plugin
+from witcert_vllm import http
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +34,7 @@ def application(monkeypatch: pytest.MonkeyPatch, *options: str) -> Iterator[tupl
         patched.setattr(
             launcher,
             "init_entrypoints_middleware",
-            lambda *args, **kwargs: plugin.around_init_middleware(original, *args, **kwargs),
+            lambda *args, **kwargs: http.around_init_middleware(original, *args, **kwargs),
         )
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "m", *options])
         app = launcher.build_app(args, ("generate",), None)

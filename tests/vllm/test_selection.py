@@ -12,7 +12,7 @@ import pytest
 from engine import write_policy
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
-from witcert_vllm import support
+from witcert_vllm import refusals
 
 from witcert_core.errors import UnsupportedError
 
@@ -31,8 +31,8 @@ import witcert_vllm
 witcert_vllm.load()
 from vllm.v1.attention.backends.registry import register_backend
 register_backend(Backend.CUSTOM, "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend")  # after ours
-from witcert_vllm import backends, support
-backends.take_over(support.BACKENDS)
+from witcert_vllm import backend, refusals
+backend.take_over(refusals.BACKENDS)
 from vllm.platforms import cuda
 chosen = {}
 for capability in ((8, 0), (9, 0), (10, 0)):
@@ -67,9 +67,9 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_every_backend_vllm_chooses_by_itself_is_metered(chosen: dict[str, str]) -> None:
     for capability in (8, 9, 10):
-        assert chosen[f"{capability} None"].startswith("witcert_vllm.backends."), chosen
+        assert chosen[f"{capability} None"].startswith("witcert_vllm.backend."), chosen
         for name in ("TRITON_ATTN", "CUSTOM"):
-            assert chosen[f"{capability} {name}"] == f"witcert_vllm.backends.{name}"
+            assert chosen[f"{capability} {name}"] == f"witcert_vllm.backend.{name}"
 
 
 def test_others_stay_what_they_were_and_are_refused_later(chosen: dict[str, str]) -> None:
@@ -91,9 +91,9 @@ def test_a_backend_that_is_not_wrapped_is_refused() -> None:
     )
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"l.0": layer}))
     with pytest.raises(UnsupportedError, match="FlexAttentionBackend"):
-        support.attention_layers(config)
+        refusals.attention_layers(config)
     layer.__dict__["impl"] = SimpleNamespace(witcert_metered=True)
-    assert list(support.attention_layers(config)) == ["l.0"]
+    assert list(refusals.attention_layers(config)) == ["l.0"]
     for changes, named in (
         ({"attn_type": AttentionType.ENCODER_ONLY}, "ENCODER_ONLY"),
         ({"kv_sharing_target_layer_name": "l.1"}, "another layer"),
@@ -104,5 +104,5 @@ def test_a_backend_that_is_not_wrapped_is_refused() -> None:
         kept = dict(layer.__dict__)
         layer.__dict__.update(changes)
         with pytest.raises(UnsupportedError, match=named):
-            support.attention_layers(config)
+            refusals.attention_layers(config)
         layer.__dict__.update(kept)

@@ -1,6 +1,6 @@
 """Every private name of SGLang that this adapter relies on, and the check that each is still what it was.
 
-The hooked functions are in `plugin.py` and `answers.py`, with the parameters that each needs; this table has the rest:
+The hooked functions are in `plugin.py` and `http.py`, with the parameters that each needs; this table has the rest:
 functions that are called, classes that are derived from, attributes that are read. `witcert doctor` and a test read it.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from witcert_sglang import support
+from witcert_sglang import refusals
 from witcert_sglang.hooks import Hook
 
 
@@ -204,7 +204,7 @@ CONTRACT: tuple[Signature | Members, ...] = (
         f"{_SRT}.distributed.parallel_state.GroupCoordinator", ("rank_in_group", "world_size", "cpu_group", "ranks")
     ),
     Signature(f"{_SRT}.arg_groups.overrides.resolved_view", ("server_args",)),
-    Members(f"{_SRT}.server_args.ServerArgs", (*support.REFUSED_OPTIONS, *_OPTIONS)),
+    Members(f"{_SRT}.server_args.ServerArgs", (*refusals.REFUSED_OPTIONS, *_OPTIONS)),
     Signature(f"{_SRT}.configs.model_config.ModelConfig.from_server_args", ("server_args",)),
     Signature(f"{_SRT}.configs.model_config.ModelConfig.get_num_kv_heads", ("self", "tensor_parallel_size")),
     Members(

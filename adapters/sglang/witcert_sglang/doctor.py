@@ -19,10 +19,10 @@ from witcert_core.errors import WitCertError
 from witcert_core.policy.model import Policy
 from witcert_core.report.text import format_bytes
 from witcert_core.serving.doctor import Finding, checked, unreadable, verdict
-from witcert_sglang import POLICY_VARIABLE, __version__, support
+from witcert_sglang import POLICY_VARIABLE, __version__, refusals
 
 if TYPE_CHECKING:
-    from witcert_sglang.plugin import Installation
+    from witcert_sglang.hooks import Hook
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "witcert"
@@ -43,10 +43,10 @@ def examine(model: str | None, policy: Policy) -> list[Finding]:
 
 
 def versions() -> Iterator[Finding]:
-    yield Finding("ok", "adapter", f"witcert-sglang {__version__}, tested with SGLang {support.SGLANG_RANGE}")
+    yield Finding("ok", "adapter", f"witcert-sglang {__version__}, tested with SGLang {refusals.SGLANG_RANGE}")
     try:
         installed = version("sglang")
-        support.check_version()
+        refusals.check_version()
     except PackageNotFoundError:
         yield Finding("refused", "version", "SGLang is not installed in this environment")
     except WitCertError as error:
@@ -74,31 +74,30 @@ def sharing(policy: Policy) -> Iterator[Finding]:
     rule = QuantizeSchedule.of(policy.resolved_quantizer)
     yield Finding("ok", "quantizer", f"{policy.quantizer.name} can be metered")
     if rule.sharing_unit > 1:
-        flags = support.sharing_flags(rule)
+        flags = refusals.sharing_flags(rule)
         yield Finding("note", "flags", f"it takes {rule.sharing_unit} tokens together: start the server with {flags}")
 
 
 def inside(policy: Policy) -> Iterator[Finding]:
     """SGLang's private names, and the hooks applied to them in this process."""
-    from witcert_sglang import contract
-    from witcert_sglang.plugin import Installation
+    from witcert_sglang import contract, plugin
+    from witcert_sglang.worker import SchedulerProcess
 
-    hooks = Installation(policy, policy.resolved_quantizer).hooks()
+    hooks = plugin.hooks(policy, SchedulerProcess(policy))
     lost = [*contract.broken(), *contract.broken_hooks(hooks)]
     yield from (Finding("refused", "contract", line) for line in lost)
     if not lost:
         yield Finding(
             "ok", "contract", f"{len(contract.CONTRACT) + len(hooks)} private names of SGLang are as expected"
         )
-    yield from live_hooks(Installation(policy, policy.resolved_quantizer))
+    yield from live_hooks(hooks)
 
 
-def live_hooks(installation: Installation) -> Iterator[Finding]:
+def live_hooks(hooks: list[Hook]) -> Iterator[Finding]:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from witcert_sglang.hooks import missing
 
-    hooks = installation.hooks()
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
     HookRegistry.apply_hooks()
@@ -114,18 +113,18 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
     """What of this model would be metered under the policy; nothing more after the first refusal."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    missing = checked("model", support.check_model_path, path)
+    missing = checked("model", refusals.check_model_path, path)
     if missing.level == "refused":
         yield missing
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         config = ModelConfig(path)
-    except support.unreadable_errors() as error:
+    except refusals.unreadable_errors() as error:
         yield unreadable(path, error)
         return
     findings = verdict(
-        support.model_checks(config, policy, policy.resolved_quantizer, "triton", "auto", device),
+        refusals.model_checks(config, policy, policy.resolved_quantizer, "triton", "auto", device),
         ("model", "head size"),
     )
     yield from findings
@@ -140,7 +139,7 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
     if device != "cpu":
         yield Finding("note", "flags", "start the server with --attention-backend triton --disable-cuda-graph")
         return
-    on_cpu = checked("flags", support.check_model, config, "torch_native")
+    on_cpu = checked("flags", refusals.check_model, config, "torch_native")
     if on_cpu.level == "refused":
         yield Finding("note", "flags", f"a server on a CPU is refused: {on_cpu.text}")
 

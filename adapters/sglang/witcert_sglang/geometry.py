@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.ranks import Ranks
 
 
 def read_geometry(runner: Any, backend: Any, rank: int = 0, num_ranks: int = 1, own: bool = False) -> Geometry:
@@ -44,3 +46,28 @@ def rotary_dim(hf_config: Any, head_dim: int) -> int | None:
     if factor is None or factor >= 1:
         return None
     return int(head_dim * factor) // 2 * 2
+
+
+def rotary_modules(model: Any, layers: Sequence[int]) -> dict[int, Any]:
+    """The `rotary_emb` beside each attention layer of `model`, None where there is none."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found: dict[int, Any] = dict.fromkeys(layers)
+    for module in model.modules():
+        rope = getattr(module, "rotary_emb", None)
+        for child in module.children():
+            if isinstance(child, RadixAttention) and child.layer_id in found and rope is not None:
+                found[child.layer_id] = rope
+    return found
+
+
+def attention_ranks() -> Ranks:
+    """The group of this scheduler process, from SGLang."""
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
+    from sglang.srt.runtime_context import get_parallel
+
+    size = get_parallel().attn_tp_size
+    if size == 1:
+        return Ranks(0, 1, None, 0)
+    group = get_attn_tp_group()
+    return Ranks(group.rank_in_group, group.world_size, group.cpu_group, group.ranks[0])

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from torch import Tensor
 
-from witcert_core.serving.answers import META_KEY
+from witcert_core.serving.http import META_KEY
 from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.steps import StepCells
 
@@ -80,15 +81,18 @@ def report(runtime: Runtime, req: Any) -> dict[str, Any]:
 
 def streamer_class(runtime: Runtime, base: type[Any]) -> type[Any]:
     """`base` (SGLang's output streamer) with the request's summary added to its last output."""
+    return type("WitCertStreamer", (WitCertStreamer, base), {"witcert_runtime": runtime})
 
-    class WitCertStreamer(base):  # type: ignore[misc]
-        has_additional_customized_info = True
 
-        def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
-            info: dict[str, list[Any]] = super().build_additional_customized_info(reqs)
-            summaries = [report(runtime, req) if req.finished() else {} for req in reqs]
-            if runtime.policy.report.per_request:
-                info[META_KEY] = [[summary] if summary else [] for summary in summaries]
-            return info
+class WitCertStreamer(SchedulerOutputStreamer):
+    """What is added to an output streamer."""
 
-    return WitCertStreamer
+    has_additional_customized_info = True
+    witcert_runtime: Runtime
+
+    def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
+        info: dict[str, list[Any]] = super().build_additional_customized_info(reqs)
+        summaries = [report(self.witcert_runtime, req) if req.finished() else {} for req in reqs]
+        if self.witcert_runtime.policy.report.per_request:
+            info[META_KEY] = [[summary] if summary else [] for summary in summaries]
+        return info

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.report.ledger import make_ledger
-from witcert_core.serving.answers import META_KEY
+from witcert_core.serving.http import META_KEY
 from witcert_core.serving.steps import StepCells
 from witcert_vllm import process
 from witcert_vllm.geometry import layer_ids, total_qo_heads

@@ -10,8 +10,8 @@ import inspect
 import pkgutil
 from collections.abc import Iterable, Mapping
 
-from witcert_vllm import support
-from witcert_vllm.attention import BUILD, FORWARD, WRITE
+from witcert_vllm import refusals
+from witcert_vllm.backend import BUILD, FORWARD, WRITE
 from witcert_vllm.plugin import wrapped_functions
 
 _V1 = "vllm.v1"
@@ -54,7 +54,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 """Function -> the parameters it begins with."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
-    "vllm.engine.arg_utils.EngineArgs": (*support.REFUSED_OPTIONS, "kv_transfer_config"),
+    "vllm.engine.arg_utils.EngineArgs": (*refusals.REFUSED_OPTIONS, "kv_transfer_config"),
     f"{_V1}.attention.backend.CommonAttentionMetadata": (
         "query_start_loc_cpu",
         "seq_lens",

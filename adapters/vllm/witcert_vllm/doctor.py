@@ -36,11 +36,11 @@ def examine(model: str | None, policy: Policy) -> list[Finding]:
 def versions() -> Iterator[Finding]:
     import vllm
 
-    from witcert_vllm import support
+    from witcert_vllm import refusals
 
-    yield Finding("ok", "adapter", f"witcert-vllm {__version__}, tested with vLLM {support.VLLM_RANGE}")
+    yield Finding("ok", "adapter", f"witcert-vllm {__version__}, tested with vLLM {refusals.VLLM_RANGE}")
     try:
-        support.check_version()
+        refusals.check_version()
     except WitCertError as error:
         yield Finding("refused", "version", str(error))
     else:
@@ -83,15 +83,15 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    from witcert_vllm import support
+    from witcert_vllm import refusals
 
     try:
         config = EngineArgs(model=path).create_model_config()
-    except support.unreadable_errors() as error:
+    except refusals.unreadable_errors() as error:
         yield unreadable(path, error)
         return
     device = current_platform.device_type
-    findings = verdict(support.model_checks(config, policy, policy.resolved_quantizer, device), ("model", "head size"))
+    findings = verdict(refusals.model_checks(config, policy, policy.resolved_quantizer, device), ("model", "head size"))
     yield from findings
     if any(finding.level == "refused" for finding in findings):
         return
@@ -104,5 +104,5 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
         f"{len(metered)} of {len(layers)} layers x {heads} query heads: {len(metered) * heads} cells a row, tier "
         f"{policy.tier}; {'every row' if policy.stride == 1 else f'one decode row in {policy.stride}'}",
     )
-    if slow := support.slow_meter(device):
+    if slow := refusals.slow_meter(device):
         yield Finding("note", "speed", slow)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.model_executor.models.utils import extract_layer_index
 
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
-from witcert_vllm.backends import described
+from witcert_core.serving.ranks import Ranks
+from witcert_vllm.backend import described
 
 
 def layer_ids(names: list[str]) -> dict[str, int]:
@@ -54,3 +56,23 @@ def rotary_dim(hf_config: Any, head_dim: int) -> int | None:
     if factor is None or factor >= 1:
         return None
     return int(head_dim * factor) // 2 * 2
+
+
+def rotary_modules(model: Any, layer_ids: Mapping[str, int]) -> dict[int, Any]:
+    """The `rotary_emb` of the module that holds each attention layer (by name), None where there is none."""
+    holders = dict(model.named_modules())
+    found: dict[int, Any] = {}
+    for name, layer in layer_ids.items():
+        holder = holders.get(name.rpartition(".")[0])
+        found[layer] = getattr(holder, "rotary_emb", None)
+    return found
+
+
+def tensor_ranks() -> Ranks:
+    """The group of this worker, from vLLM."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return Ranks(0, 1, None, 0)
+    return Ranks(group.rank_in_group, group.world_size, group.cpu_group, group.ranks[0])

@@ -1,6 +1,6 @@
 """What HTTP clients get: `kv_transfer_params.witcert` on answers that are not streamed; the rest is asked for by id.
 
-The routes are in `routes.py`. What a client knows its answer by is not what the engine calls its requests: a completion
+What a client knows its answer by is not what the engine calls its requests: a completion
 of several prompts is a request a prompt, a response of several turns one a turn, several choices one a choice. vLLM's
 handlers leave the answer's id in the state of the HTTP request (`RequestResponseMetadata`), and the engine takes
 requests in within that HTTP request, so each is noted there as a part of its answer.
@@ -13,7 +13,10 @@ from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from witcert_core.serving.answers import META_KEY, Answer, SummaryStore
+from fastapi import Depends, HTTPException, Request
+
+from witcert_core.serving import http
+from witcert_core.serving.http import META_KEY, Answer, Shared, SummaryStore
 
 _METADATA = "request_metadata"  # where vLLM's handlers leave it
 _ANSWER = "witcert_answer"
@@ -101,3 +104,33 @@ def around_process_outputs(
             index = state.request_index
             params[META_KEY] = STATE.keep(output.request_id, params[META_KEY], state.parent_req, index)
     return original(processor, engine_core_outputs, *args, **kwargs)
+
+
+def around_init_middleware(original: Callable[..., None], args: Any, app: Any, *rest: Any, **kwargs: Any) -> None:
+    """vLLM's application, when its guards stand and before it is closed, with our routes and the summaries."""
+    original(args, app, *rest, **kwargs)
+    add_routes(app)
+    app.add_middleware(NamesAnswers)
+
+
+def add_routes(app: Any) -> None:
+    """Add `/witcert/status` and `/witcert/requests/{id}`, behind the keys that `app` is guarded with; open without any.
+
+    vLLM asks for its key (`--api-key`, `VLLM_API_KEY`) on paths that begin with prefixes of its own, so these ask for
+    it themselves, with the same keys and the same comparison.
+    """
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    guards = [item for item in app.user_middleware if item.cls is AuthenticationMiddleware]
+    tokens = [token for item in guards for token in item.kwargs["tokens"]]
+    guard = AuthenticationMiddleware(app, tokens)
+
+    async def check_key(raw_request: Request) -> None:
+        if tokens and not guard.verify_token(raw_request.headers):
+            raise HTTPException(401, "Unauthorized")
+
+    async def ask_workers() -> dict[str, Any]:
+        found: dict[str, Any] = (await app.state.engine_client.collective_rpc("witcert_status"))[0]
+        return found
+
+    http.add_routes(app, STATE.summaries, Shared(ask_workers).get, dependencies=[Depends(check_key)])

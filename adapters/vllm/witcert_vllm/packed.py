@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from witcert_core.cache.packed import PackedLayer
@@ -33,18 +34,23 @@ def layout_of(quantizer: Quantizer, head_dim: int) -> KVLayout:
 def packed_backend(base: type[Any], quantizer: Quantizer) -> type[Any]:
     """The backend class `base` with pages of codes and scales."""
 
-    class Packed(base):  # type: ignore[misc]
-        @classmethod
-        def customize_spec(cls, spec: Any) -> Any:
-            """vLLM computes capacity from these bytes, and says so in its log."""
-            size = layout_of(quantizer, spec.head_size).bytes_per_token_head
-            return replace(spec, dtype=torch.int8, state_content_bytes=size)
+    return type(f"Packed{base.__name__}", (PackedBackend, base), {"quantizer": quantizer})
 
-        @classmethod
-        def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-            return (KVCacheLayout.LBNHC,)
 
-    return Packed
+class PackedBackend(AttentionBackend):
+    """What is added to a backend whose pages hold codes and scales."""
+
+    quantizer: Quantizer
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """vLLM computes capacity from these bytes, and says so in its log."""
+        size = layout_of(cls.quantizer, spec.head_size).bytes_per_token_head
+        return replace(spec, dtype=torch.int8, state_content_bytes=size)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBNHC,)
 
 
 def packed_layer(kv_cache: Tensor, layout: KVLayout, model_dtype: torch.dtype) -> PackedLayer:

@@ -115,7 +115,7 @@ class VllmRuntime(Runtime):
 
 
 def cpu_arithmetic(dtype: torch.dtype, impl: Any) -> KernelArithmetic:
-    """What vLLM's CPU kernels do in the layouts that can be read (`attention.READABLE_ISA`).
+    """What vLLM's CPU kernels do in the layouts that can be read (`pool.READABLE_ISA`).
 
     Over a cache in the model's own dtype weights stay in float32. Outputs in bfloat16 are truncated, not rounded, by
     the builds for processors that have no instruction for it.

@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.report.claims import AFTER_ITS_ANSWER
-from witcert_core.serving.answers import META_KEY
+from witcert_core.serving.http import META_KEY
 from witcert_core.serving.steps import StepCells
 from witcert_vllm.connector import StepMetadata, WitCertConnector
 

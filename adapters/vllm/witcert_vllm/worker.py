@@ -23,16 +23,14 @@ from witcert_core.serving.startup import in_one_line
 from witcert_core.serving.storage.engine import EngineCache
 from witcert_core.serving.storage.packed import PackedStorage
 from witcert_core.serving.storage.simulated import SimulatedCache
-from witcert_vllm import backends, process, support
-from witcert_vllm.engine_pool import engine_pool
-from witcert_vllm.geometry import layer_ids, read_geometry
+from witcert_vllm import process, refusals
+from witcert_vllm.backend import described, is_stock, take_over
+from witcert_vllm.geometry import layer_ids, read_geometry, rotary_modules, tensor_ranks
 from witcert_vllm.installation import Installation, current
+from witcert_vllm.memory import side_bytes_per_token
 from witcert_vllm.packed import layout_of, packed_layer
-from witcert_vllm.pool import PagePool, check_layout, cpu_views, plain_views
-from witcert_vllm.ranks import tensor_ranks
-from witcert_vllm.rotary import rotary_modules
+from witcert_vllm.pool import PagePool, check_layout, cpu_views, engine_pool, plain_views
 from witcert_vllm.runtime import VllmRuntime
-from witcert_vllm.sizes import side_bytes_per_token
 
 T = TypeVar("T")
 
@@ -70,7 +68,7 @@ class MeteredWorker(WorkerBase):
     @names_refusals
     def init_device(self) -> None:
         process.set_runtime(None)
-        backends.take_over(support.BACKENDS)
+        take_over(refusals.BACKENDS)
         super().init_device()
         name_requests(self.model_runner)
 
@@ -79,7 +77,7 @@ class MeteredWorker(WorkerBase):
         """vLLM's figure less the share that witnesses and row ids will take."""
         available: int = super().determine_available_memory()
         specs = self.model_runner.get_kv_cache_spec()
-        support.check_specs(specs)
+        refusals.check_specs(specs)
         page = sum(spec.page_size_bytes / spec.block_size for spec in specs.values())
         return int(available * page / (page + side_bytes_per_token(current(), self.vllm_config, specs)))
 
@@ -95,7 +93,7 @@ class MeteredWorker(WorkerBase):
                     runtime,
                     answers="kv_transfer_params.witcert",
                     metrics="/metrics",
-                    note=support.slow_meter(runtime.geometry.device),
+                    note=refusals.slow_meter(runtime.geometry.device),
                 ),
                 file=sys.stderr,
                 flush=True,
@@ -113,7 +111,7 @@ def name_requests(runner: Any) -> None:
     elif hasattr(runner, "prepare_attn"):  # model runner V2
         wrap_method(runner, "prepare_attn", lambda _out, batch: process.announce(batch.req_ids))
     else:
-        raise support.unknown_runner(runner)
+        raise refusals.unknown_runner(runner)
 
 
 def wrap_method(owner: Any, name: str, after: Callable[..., None]) -> None:
@@ -132,7 +130,7 @@ def wrap_method(owner: Any, name: str, after: Callable[..., None]) -> None:
 def build_runtime(installation: Installation, vllm_config: Any, model: Any) -> VllmRuntime:
     """The meter over the cache that was just allocated; raises UnsupportedError for layers it does not follow."""
     policy = installation.policy
-    layers = support.attention_layers(vllm_config)
+    layers = refusals.attention_layers(vllm_config)
     first = next(iter(layers.values()))
     block_size = first.kv_cache.shape[2]
     ids = layer_ids(list(layers))
@@ -179,10 +177,10 @@ def check_layouts(
     for name, layer in layers.items():
         backend = layer.attn_backend
         if backend.forward_includes_kv_cache_update:
-            if backends.is_stock(backend.get_name()):
+            if is_stock(backend.get_name()):
                 continue
             raise UnsupportedError(
-                f"attention backend {backends.described(backend.get_name())} writes its cache inside forward, so its "
+                f"attention backend {described(backend.get_name())} writes its cache inside forward, so its "
                 "layout cannot be checked at start; write it in do_kv_cache_update, or unset WITCERT_POLICY"
             )
 
@@ -190,5 +188,4 @@ def check_layouts(
             layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
 
         shapes = (layer.num_kv_heads, layer.head_size), (layer.num_kv_heads, layer.head_size_v)
-        described = backends.described(backend.get_name())
-        check_layout(pool, ids[name], layer.kv_cache, update, *shapes, dtype, tolerance, described)
+        check_layout(pool, ids[name], layer.kv_cache, update, *shapes, dtype, tolerance, described(backend.get_name()))

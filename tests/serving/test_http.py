@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from witcert_core.serving.answers import LARGEST_ANSWER, LONGEST_ID, Answer, Shared, SummaryStore
+from witcert_core.serving.http import LARGEST_ANSWER, LONGEST_ID, Answer, Shared, SummaryStore
 
 
 def asked(store: SummaryStore, name: str, choice: int | None = None) -> tuple[int, object]:

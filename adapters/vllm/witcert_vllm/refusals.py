@@ -20,8 +20,7 @@ from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.serving.models.attention import WHY, describe
-from witcert_vllm import backends
-from witcert_vllm.engine_pool import FLOAT8, PER_TOKEN_HEAD
+from witcert_vllm.pool import FLOAT8, PER_TOKEN_HEAD
 
 VLLM_RANGE = SpecifierSet("==0.32.0")
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "CUSTOM")
@@ -128,11 +127,13 @@ def check_connector(transfer_config: Any, policy: Policy) -> None:
         )
 
 
-def check_config(config: Any, policy: Policy) -> None:
-    """Raise UnsupportedError for a resolved `VllmConfig` the meter does not follow."""
+def check_config(config: Any, policy: Policy, stock: Mapping[str, str]) -> None:
+    """Raise UnsupportedError for a resolved `VllmConfig` the meter does not follow; stock: see `backend.STOCK`."""
     device = config.device_config.device_type
     if policy.meters_engine:
-        check_engine_cache(config.cache_config.cache_dtype, config.model_config.dtype, policy.prefill_reads, device)
+        check_engine_cache(
+            config.cache_config.cache_dtype, config.model_config.dtype, policy.prefill_reads, device, stock
+        )
     else:
         check_cache_dtype(config.cache_config.cache_dtype, config.model_config.dtype)
     if policy.quantizer.storage == "packed" and (device != "cpu" or config.cache_config.cache_dtype != "auto"):
@@ -246,7 +247,9 @@ def check_cache_dtype(cache_dtype: str, model_dtype: torch.dtype) -> None:
     )
 
 
-def check_engine_cache(cache_dtype: str, model_dtype: torch.dtype, prefill_reads: str, device: str) -> None:
+def check_engine_cache(
+    cache_dtype: str, model_dtype: torch.dtype, prefill_reads: str, device: str, stock: Mapping[str, str]
+) -> None:
     """Raise UnsupportedError where vLLM's own cache cannot be metered as its attention reads it."""
     if cache_dtype in ("auto", "float16", "bfloat16", str(model_dtype).removeprefix("torch.")):
         raise UnsupportedError(
@@ -270,7 +273,7 @@ def check_engine_cache(cache_dtype: str, model_dtype: torch.dtype, prefill_reads
             "which no radius covers yet; name the cast in the policy instead (quantizer.name: fp8_e4m3_cast) and start "
             "with --kv-cache-dtype auto"
         )
-    if cache_dtype.endswith("_per_token_head") and backends.STOCK["CPU_ATTN"].endswith(".CPUAttentionBackend"):
+    if cache_dtype.endswith("_per_token_head") and stock["CPU_ATTN"].endswith(".CPUAttentionBackend"):
         raise UnsupportedError(
             f"--kv-cache-dtype {cache_dtype} with CPU_ATTN: vLLM accepts it there and stores something else; "
             "use --kv-cache-dtype fp8"

@@ -24,6 +24,9 @@ LARGEST_ANSWER = 16 << 20
 """Bytes of JSON in one answer of `/witcert/requests/{id}`."""
 STATUS_SECONDS = 1.0
 
+STATUS_ROUTE = "/witcert/status"
+REQUEST_ROUTE = "/witcert/requests/{request_id:path}"
+
 T = TypeVar("T")
 
 
@@ -159,3 +162,28 @@ class Shared(Generic[T]):
         result = await self._call()
         self._found = (time.monotonic(), result)
         return result
+
+
+def add_routes(
+    app: Any,
+    summaries: SummaryStore,
+    status: Callable[[], Awaitable[dict[str, Any]]],
+    mark: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda handler: handler,
+    **options: Any,
+) -> None:
+    """Add the two routes to an engine's application, which is FastAPI's.
+
+    status: what `/witcert/status` answers. mark: what the engine marks its own handlers with. options: of both routes,
+    as `add_api_route` takes them.
+    """
+    from starlette.responses import JSONResponse, Response
+
+    async def show_status() -> Any:
+        return JSONResponse(await status())
+
+    async def show_request(request_id: str, choice: int | None = None) -> Any:
+        reply = summaries.reply(request_id, choice)
+        return Response(reply.body, status_code=reply.status, media_type="application/json")
+
+    for path, handler in ((STATUS_ROUTE, show_status), (REQUEST_ROUTE, show_request)):
+        app.add_api_route(path, mark(handler), methods=["GET"], response_model=None, **options)

@@ -10,7 +10,8 @@ from vllm.config.kv_transfer import KVTransferConfig
 from witcert_core.errors import WitCertError
 from witcert_core.report.jsonl import check_writable
 from witcert_core.serving.startup import in_one_line, refuse_on_error
-from witcert_vllm import backends, support
+from witcert_vllm import refusals
+from witcert_vllm.backend import STOCK, take_over
 from witcert_vllm.installation import Installation, current
 
 CONNECTOR = "WitCertConnector"
@@ -33,24 +34,24 @@ def around_create_engine_config(original: Callable[..., Any], args: Any, *rest: 
 
 def _before(installation: Installation, args: Any) -> None:
     """Refuses options, and puts our connector beside the user's."""
-    backends.take_over(support.BACKENDS)
-    support.check_engine_args(args)
+    take_over(refusals.BACKENDS)
+    refusals.check_engine_args(args)
     if not has_own(args.kv_transfer_config):
-        support.check_connector(args.kv_transfer_config, installation.policy)
+        refusals.check_connector(args.kv_transfer_config, installation.policy)
         args.kv_transfer_config = with_connector(args.kv_transfer_config)
 
 
 def _after(installation: Installation, config: Any) -> Any:
     """Refuses what vLLM made of them and of the model's files, and chooses the worker and the scheduler."""
     policy, quantizer = installation.policy, installation.quantizer
-    support.check_resolved(config)
-    support.check_served_model(config.model_config, policy, quantizer, config.device_config.device_type)
-    support.check_config(config, policy)
-    support.check_sharing(quantizer, config.cache_config)
+    refusals.check_resolved(config)
+    refusals.check_served_model(config.model_config, policy, quantizer, config.device_config.device_type)
+    refusals.check_config(config, policy, STOCK)
+    refusals.check_sharing(quantizer, config.cache_config)
     if policy.report.jsonl:
         check_writable(policy.report.jsonl)
     parallel, scheduler = config.parallel_config, config.scheduler_config
-    parallel.worker_cls = support.WORKERS[parallel.worker_cls]
+    parallel.worker_cls = refusals.WORKERS[parallel.worker_cls]
     kind = "MeteredAsyncScheduler" if scheduler.async_scheduling else "MeteredScheduler"
     scheduler.scheduler_cls = f"witcert_vllm.scheduler.{kind}"
     return config

@@ -1,0 +1,141 @@
+"""The metered scheduler process: it builds the meter over SGLang's pool, and every pass and write goes by it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from witcert_core.policy.model import Policy
+from witcert_core.report.prometheus import Metrics
+from witcert_core.serving.banner import banner
+from witcert_core.serving.rotary import rotary_tables
+from witcert_core.serving.startup import refuse_on_error
+from witcert_sglang import refusals, windows
+from witcert_sglang.geometry import attention_ranks, read_geometry, rotary_modules
+from witcert_sglang.memory import packed_bytes_per_token, side_bytes_per_token
+from witcert_sglang.pool import backend_scales
+from witcert_sglang.results import report, send_along, streamer_class
+from witcert_sglang.runtime import SglangRuntime
+from witcert_sglang.selfcheck import check_attention
+from witcert_sglang.startup import check_model, checked_options
+
+
+class SchedulerProcess:
+    """The hooks of a scheduler process. `runtime` exists once the attention backend is built."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.quantizer = policy.resolved_quantizer
+        self.runtime: SglangRuntime | None = None
+
+    def make_runtime(self, runner: Any, backend: Any) -> SglangRuntime:
+        """The runtime; what cannot be metered ends this process with one line, and so the server."""
+        return refuse_on_error(self.build_runtime, runner, backend)
+
+    def build_runtime(self, runner: Any, backend: Any) -> SglangRuntime:
+        """One runtime for the process, whichever backends its prompts and its decode steps have."""
+        if self.runtime is None:
+            # Not every way to start a scheduler leads by the main process.
+            check_model(self.policy, runner.model_config, checked_options(self.policy, runner.server_args))
+            pool, own = runner.token_to_kv_pool, self.policy.meters_engine
+            if own:
+                refusals.check_engine_pool(pool, runner.dtype)
+            else:
+                refusals.check_pool(pool, self.policy.quantizer.storage == "packed")
+            layers = refusals.check_layers(runner.model, pool.layer_num)
+            metrics = Metrics() if self.policy.report.prometheus and "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
+            ranks = attention_ranks()
+            geometry = read_geometry(runner, backend, ranks.rank, ranks.size, own)
+            scales = backend_scales(layers, runner.server_args.attention_backend) if own else {}
+            if own and geometry.device != "cpu":
+                refusals.check_flashinfer_cache(backend, scales)
+            tables = None
+            if self.quantizer.space == "pre_rope":
+                found = rotary_modules(runner.model, self.policy.quantizer.layers_of(geometry.layers))
+                tables = rotary_tables(found, geometry.head_dim, runner.dtype, geometry.device)
+            self.runtime = SglangRuntime(
+                self.policy,
+                self.quantizer,
+                geometry,
+                pool,
+                metrics,
+                ranks,
+                scales,
+                tables,
+                runner.req_to_token_pool,
+            )
+        if self.policy.quantizer.storage != "packed":  # which our own kernels attend
+            pool = runner.token_to_kv_pool
+            layers = refusals.check_layers(runner.model, pool.layer_num)
+            windows.check_backend(layers, backend)
+            if not self.policy.meters_engine:
+                compared = check_attention(backend, layers, runner.req_to_token_pool, pool, runner.dtype)
+                self.runtime.compared += compared
+        return self.runtime
+
+    def after_cell_size(self, result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
+        """Count the witnesses and row ids as bytes of a token, so that they are taken off the capacity."""
+        if self.policy.quantizer.storage == "packed":
+            return packed_bytes_per_token(self.quantizer, kvc, num_layers)
+        return result + side_bytes_per_token(self.policy, kvc, num_layers)
+
+    def around_forward(
+        self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.runtime is None:
+            return original(runner, forward_batch, *args, **kwargs)
+        return self.runtime.around_forward(original, runner, forward_batch, *args, **kwargs)
+
+    def after_sample(self, _result: Any, _runner: Any, logits_output: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Let the step's cells travel with its logits, which what was hooked makes a clean slate.
+
+        Sampling may run after the next pass has begun.
+        """
+        step = getattr(logits_output, "witcert_step", None)
+        if step is not None:
+            logits_output.witcert_step = None
+            send_along(logits_output, step)
+
+    def after_move(self, _result: Any, pool: Any, tgt_loc: Any, src_loc: Any) -> None:
+        if self.runtime is not None and pool is self.runtime.pool:
+            self.runtime.moved(tgt_loc, src_loc)
+
+    def after_load(self, _result: Any, pool: Any, _copy: Any, indices: Any, *_args: Any, **_kwargs: Any) -> None:
+        if self.runtime is not None and pool is self.runtime.pool:
+            self.runtime.overwritten(indices)
+
+    def after_streamer_class(self, result: type[Any], _scheduler: Any) -> type[Any]:
+        return streamer_class(self.live_runtime(), result)
+
+    def after_abort_output(self, _result: Any, _scheduler: Any, _abort_req: Any, req: Any) -> None:
+        """Requests that end between passes (preempted, between two chunks) never come by the output stream.
+
+        Of one that was turned away before its first pass there is nothing to tell.
+        """
+        runtime = self.live_runtime()
+        if runtime.planner.knows(req.rid):
+            report(runtime, req)
+
+    def after_init_info(self, result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+        runtime = self.live_runtime()
+        if runtime.ranks.reports:
+            on = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+            metrics = "/metrics" if on else "no /metrics: start the server with --enable-metrics"
+            print(banner(runtime, answers='meta_info["witcert"]', metrics=metrics), file=sys.stderr, flush=True)
+        return {**result, "witcert": runtime.status()}
+
+    def live_runtime(self) -> SglangRuntime:
+        """The runtime, or SystemExit: without it the server would serve unmetered."""
+        if self.runtime is None:
+            raise SystemExit(
+                "witcert: the attention backend in use is not a metered one, so nothing is served; "
+                f"use --attention-backend {' or '.join(refusals.BACKENDS)}"
+            )
+        return self.runtime
+
+
+def no_beams(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> str:
+    """What a client that asks for a beam search is told: only the first beam is a request that SGLang names."""
+    return "witcert: beam search: the rows of the other beams are not planned; leave beam_width out"
