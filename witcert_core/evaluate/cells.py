@@ -6,6 +6,7 @@ Shapes: C cells collected, H query heads, S tokens a row sees.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -13,12 +14,14 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from witcert_core.cache.witness_store import LayerWitness
 from witcert_core.errors import InputError
-from witcert_core.meter.audit import true_tv
+from witcert_core.meter.attention import AttentionSpec
+from witcert_core.meter.audit import Read
 from witcert_core.meter.bounds import FORM_NAMES, joint
 from witcert_core.meter.budget import Budget
-from witcert_core.meter.cells import bounds_of, sum_terms
-from witcert_core.meter.measure import centred
+from witcert_core.meter.cells import bounds_of
+from witcert_core.meter.measure import measure_rows
 from witcert_core.meter.sums import AccField
 from witcert_core.meter.tv import softmax_with_sink
 from witcert_core.serving.calls import AttentionCall
@@ -77,56 +80,55 @@ class FormProbe:
     _parts: list[dict[str, Tensor]] = field(default_factory=list)
 
     def __call__(self, call: AttentionCall, plan: RowPlan, cache: SimulatedCache) -> None:
-        spec, side, exact = call.spec, cache.store[call.layer], cache.store.exact_k.get(call.layer)
+        spec, exact = call.spec, cache.store.exact_k.get(call.layer)
         if exact is None:
             raise InputError("the true TV needs exact keys; set meter.audit_every to at least 1")
-        for number, row in enumerate(plan.rows):
-            slots = plan.seen_by(number, spec)
-            k, v = cache.pool.read(call.layer, slots)
-            q = call.q[row.token]
-            query, scale = q.to(torch.float64), abs(spec.sm_scale)
-            residuals = side.residuals(slots)
-            logits, centre, stored = centred(query, k, v.to(torch.float64), residuals, spec)
-            arithmetic = spec.kernel(q.dtype, k.dtype, v.dtype)
-            omega = spec.kernel_radius(query, k, arithmetic)
-            found = {
-                "tv": true_tv(q, k, exact[slots], spec),
-                "head": torch.arange(q.shape[0]),
-                "num_quantized": (~side.exact_heads(slots)).sum(0).repeat_interleave(q.shape[0] // k.shape[1]),
-            }
-            for delta in self.deltas:
-                delta_loc = self._delta_loc(delta, row.ordinal)
-                terms = sum_terms(
-                    logits,
-                    side.key_radius(query, slots, scale, delta_loc),
-                    omega,
-                    centre,
-                    side.value_radius(slots),
-                    arithmetic=arithmetic,
-                    num_tokens=slots.numel(),
-                    sinks=spec.sinks,
-                    form="extremal",
-                    stored=stored,
-                )
-                found[f"{delta}/{JOINT}"] = torch.ones_like(terms.extra)
-                law = side.dither_law(query, slots, scale) if delta_loc > 0 else None
-                if law is not None:
-                    sink = int(spec.has_sink)
-                    sigma, bias, certain = (
-                        torch.nn.functional.pad(x, (0, sink)) for x in (law.sigma, law.bias, law.certain)
-                    )
-                    weights = softmax_with_sink(logits, spec.sinks)
-                    tv = joint.bound(weights, sigma, bias, certain, delta_loc)
-                    found[f"{delta}/{JOINT}"] = (tv + terms.extra).clamp(max=1.0)
-                for form in FORMS[:-1]:
-                    bounds = bounds_of(terms, "auto" if form == METER else form, spec.has_sink)
-                    found[f"{delta}/{form}"] = bounds.meter
-                if delta == self.deltas[0]:
-                    found["log_a"] = terms.acc[:, AccField.LOG_A]
-                    found["floor"] = bounds.floor  # the meter's, the last of the forms
-            for name, value in (("layer", call.layer), ("sample", self.sample)):
-                found[name] = torch.full_like(found["head"], value)
-            self._parts.append(found)
+        numbers = range(len(plan.rows))
+        seen, read = [plan.seen_by(n, spec) for n in numbers], functools.partial(cache.pool.read, call.layer)
+        q, radii = call.q[plan.tokens], cache.store[call.layer]
+        found: dict[str, Tensor] = {}
+        for delta in self.deltas:
+            first = delta == self.deltas[0]
+            delta_loc = [self._delta_loc(delta, row.ordinal) for row in plan.rows]
+            summed = measure_rows(
+                q,
+                read,
+                seen,
+                spec=spec,
+                radii=radii,
+                delta_loc=delta_loc,
+                form="extremal",
+                exact_k=exact,
+                audit_rows=torch.full((len(q),), first),
+            )
+            for form in FORMS[:-1]:
+                bounds = bounds_of(summed.terms, "auto" if form == METER else form, spec.has_sink)
+                found[f"{delta}/{form}"] = bounds.meter
+            together = [self._joint(q[n], seen[n], read, radii, spec, delta_loc[n]) for n in numbers]
+            found[f"{delta}/{JOINT}"] = (torch.stack(together) + summed.terms.extra).clamp(max=1.0)
+            if first and summed.audit is not None:
+                found["log_a"] = summed.terms.acc[..., AccField.LOG_A]
+                found["floor"] = bounds.floor  # the meter's, the last of the forms
+                found["num_quantized"], found["tv"] = summed.num_quantized, summed.audit.tv
+        shape = found["tv"].shape
+        found["head"] = torch.arange(shape[1]).expand(shape)
+        found["layer"], found["sample"] = (torch.full(shape, value) for value in (call.layer, self.sample))
+        self._parts.append({name: value.flatten() for name, value in found.items()})
+
+    @staticmethod
+    def _joint(
+        q: Tensor, slots: Tensor, read: Read, radii: LayerWitness, spec: AttentionSpec, delta_loc: float
+    ) -> Tensor:
+        """`bounds.joint` [H] of the row q [H, D] that sees `slots` [S]; 1 where no dither bounds its errors."""
+        query = q.to(torch.float64)
+        law = radii.dither_law(query, slots, abs(spec.sm_scale)) if delta_loc > 0 else None
+        if law is None:
+            return torch.ones(len(q), dtype=torch.float64)
+        weights = softmax_with_sink(spec.logits(query, read(slots)[0].to(torch.float64)), spec.sinks)
+        sigma, bias, certain = (
+            torch.nn.functional.pad(x, (0, weights.shape[-1] - x.shape[-1])) for x in (law.sigma, law.bias, law.certain)
+        )
+        return joint.bound(weights, sigma, bias, certain, delta_loc)
 
     def table(self) -> CellTable:
         """All cells so far; InputError if there is none."""

@@ -89,10 +89,39 @@ def output_excess(
 
 
 def true_tv(q: Tensor, stored: Tensor, exact: Tensor, spec: AttentionSpec) -> Tensor:
-    """True TV [H]: exact weights in float64 against compressed ones in float32, as in an engine.
+    """True TV ``[H]``: exact weights in float64 against compressed ones in float32, as in an engine.
 
     Weights in float32 may sum to a little more than 1, and disjoint ones then be further apart than distributions are.
+
+    Args:
+        q: ``[H, D]``.
+        stored: ``[S, Hkv, D]`` keys as the kernel reads them.
+        exact: ``[S, Hkv, D]`` keys that the run handed over.
     """
+    return total_variation(*_weights(q, stored, exact, spec)).clamp(max=1.0)
+
+
+def true_error(
+    q: Tensor, stored: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Of one row ``q [H, D]``: true TV ``[H]``, as `true_tv`, and output error ``||o - o~|| [H]``, float64.
+
+    Compressed weights are in float32, as an engine takes them, their sum over stored values in float64.
+
+    Args:
+        stored: keys ``[S, Hkv, D]`` and values ``[S, Hkv, Dv]`` as the kernel reads them.
+        exact: those that the run handed over.
+    """
+    both = _weights(q, stored[0], exact[0], spec)
+    out, served = (
+        weighted_values(weights[:, : len(v)].to(torch.float64), v.to(torch.float64))
+        for weights, v in zip(both, (exact[1], stored[1]), strict=True)
+    )
+    return total_variation(*both).clamp(max=1.0), (out - served).norm(dim=-1)
+
+
+def _weights(q: Tensor, stored: Tensor, exact: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Exact weights ``[H, S]`` in float64 and compressed ones in float32, a sink's last."""
     truth = spec.logits(q.to(torch.float64), exact.to(torch.float64))
     single = spec.logits(q.to(torch.float32), stored.to(torch.float32))
-    return total_variation(softmax_with_sink(truth, spec.sinks), softmax_with_sink(single, spec.sinks)).clamp(max=1.0)
+    return softmax_with_sink(truth, spec.sinks), softmax_with_sink(single, spec.sinks)

@@ -18,6 +18,7 @@ from witcert_core.meter.audit import Audit, FormatError, Read, compare_rows
 from witcert_core.meter.batching import RowBatch, batch_rows
 from witcert_core.meter.bounds import FORM_NAMES
 from witcert_core.meter.cells import CellBatch, Stored, Terms, bounds_of, in_rows, sum_terms
+from witcert_core.meter.kernel_error import KernelArithmetic
 from witcert_core.meter.protocols import JointRadii, Radii
 from witcert_core.meter.sums import AccField
 
@@ -129,41 +130,19 @@ def measure_rows(
     parts: list[Terms] = []
     order: list[int] = []
     for batch in batch_rows(seen, q[0].numel() if num_rows else 1):
-        rows = q[batch.rows].to(torch.float64)
+        rows = q[batch.rows]
         flat = batch.slots.flatten()
         k, v = (batch.heads(x) for x in read(flat))
-        residuals = radii.residuals(flat)
-        if residuals is not None:
-            residuals = batch.heads(residuals[0]), batch.heads(residuals[1])
         unseen = batch.unseen(heads)
-        c = key_radii(radii, rows, batch, unseen, scale, [float(delta_loc[r]) for r in batch.rows])
-        places = [batch.slots[:count, i] for i, count in enumerate(batch.lengths)]
-        further = [] if format_error is None else [format_error(*x) for x in zip(rows, places, strict=True)]
-        rows = rows.flatten(0, 1)
-        logits, centre, stored = centred(rows, k, v.to(torch.float64), residuals, spec)
-        own = spec.kernel(q.dtype, k.dtype, v.dtype)
-        omega = spec.kernel_radius(rows, k, own)
-        if further:
-            omega = omega + batch.stacked(further)
-        if unseen is not None:
-            logits, omega = logits.masked_fill(unseen, float("-inf")), omega.masked_fill(unseen, 0.0)
-            if stored is not None:
-                stored = replace(stored, logits=stored.logits.masked_fill(unseen, float("-inf")))
-        seen_by = torch.tensor(batch.lengths, dtype=torch.float64, device=q.device).repeat_interleave(heads)
-        parts.append(
-            sum_terms(
-                logits,
-                c,
-                omega,
-                centre,
-                batch.heads(radii.value_radius(flat)),
-                arithmetic=own,
-                num_tokens=seen_by,
-                sinks=None if spec.sinks is None else spec.sinks.repeat(len(batch.rows)),
-                form=form,
-                stored=stored,
-            )
-        )
+        c = key_radii(radii, rows.double(), batch, unseen, scale, [float(delta_loc[r]) for r in batch.rows])
+        further = None
+        if format_error is not None:
+            places = [batch.slots[:count, i] for i, count in enumerate(batch.lengths)]
+            further = batch.stacked([format_error(*x) for x in zip(rows.double(), places, strict=True)])
+        sinks = None if spec.sinks is None else spec.sinks.repeat(len(batch.rows))
+        own = replace(spec, sinks=sinks)
+        tokens = Tokens.of(batch, k, v, radii)
+        parts.append(attended(rows.flatten(0, 1), tokens, own, unseen, further).terms(c, form))
         order += batch.rows
         quantized[batch.rows] = batch.counts(~radii.exact_heads(flat), heads)
 
@@ -243,23 +222,102 @@ def _bounded(layers: list[Summed]) -> list[CellBatch]:
     ]
 
 
-def centred(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    residuals: tuple[Tensor, Tensor] | None,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Stored | None]:
-    """Logits ``[C, S]`` and values the radii are around, float64, and what is stored if that is something else.
+@dataclass(frozen=True)
+class Tokens:
+    """S tokens of K KV heads, those of one row or of several side by side.
+
+    Args:
+        k: ``[S, K, D]`` keys as the kernel reads them.
+        v: ``[S, K, Dv]`` values as the kernel reads them.
+        rho: float64 ``[S, K]`` radii of the values.
+        residuals: estimates of what quantization added to k and v, float64, or None; radii are then around the
+            corrected keys and values.
+    """
+
+    k: Tensor
+    v: Tensor
+    rho: Tensor
+    residuals: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, batch: RowBatch, k: Tensor, v: Tensor, radii: Radii) -> Tokens:
+        """Those of a batch, of which ``k [S, K, D]`` and ``v [S, K, Dv]`` were read already."""
+        flat = batch.slots.flatten()
+        residuals = radii.residuals(flat)
+        if residuals is not None:
+            residuals = batch.heads(residuals[0]), batch.heads(residuals[1])
+        return cls(k, v, batch.heads(radii.value_radius(flat)), residuals)
+
+
+@dataclass(frozen=True)
+class AttendedCells:
+    """C cells over S tokens: what there is to know of them but how far each key may be from exact.
+
+    Args:
+        logits: float64 ``[C, S]`` of the (corrected) keys, -inf for tokens a cell does not see.
+        values: float64 ``[S, K, Dv]``, (corrected) values.
+        rho: float64 ``[S, K]`` their radii.
+        omega: float64 ``[C, S]`` of `kernel_error.kernel_radius`, 0 for tokens a cell does not see.
+        num_tokens: float64 ``[C]``, how many tokens a cell sees.
+        sinks: ``[C]`` or None.
+        arithmetic: of the kernel that attended.
+        stored: what the cache holds, where that is not what the logits and values are of.
+    """
+
+    logits: Tensor
+    values: Tensor
+    rho: Tensor
+    omega: Tensor
+    num_tokens: Tensor
+    sinks: Tensor | None
+    arithmetic: KernelArithmetic
+    stored: Stored | None
+
+    def terms(self, c: Tensor, form: str = "auto") -> Terms:
+        """Their sums for radii ``c [C, S]`` of the keys, 0 for tokens a cell does not see."""
+        return sum_terms(
+            self.logits,
+            c,
+            self.omega,
+            self.values,
+            self.rho,
+            arithmetic=self.arithmetic,
+            num_tokens=self.num_tokens,
+            sinks=self.sinks,
+            form=form,
+            stored=self.stored,
+        )
+
+
+def attended(
+    q: Tensor, tokens: Tokens, spec: AttentionSpec, unseen: Tensor | None = None, further: Tensor | None = None
+) -> AttendedCells:
+    """Cells of ``q [C, D]``, in the kernel's dtype; cell ``i`` reads KV head ``i // (C / K)`` of the tokens.
 
     The soft cap is 1-Lipschitz, so a radius around the corrected key's logit stays one behind it.
+
+    Args:
+        spec: its sinks ``[C]``, one a cell.
+        unseen: bool ``[C, S]``, tokens a cell does not see; None where it sees all.
+        further: ``[C, S]``, more error of each logit than the kernel's arithmetic on numbers makes.
     """
-    wide = k.to(torch.float64)
-    logits = spec.logits(q, wide)
-    if residuals is None:
-        return logits, v, None
-    corrected = spec.logits(q, wide - residuals[0])
-    return corrected, v - residuals[1], Stored(logits, v)
+    query, keys, values = q.to(torch.float64), tokens.k.to(torch.float64), tokens.v.to(torch.float64)
+    arithmetic = spec.kernel(q.dtype, tokens.k.dtype, tokens.v.dtype)
+    omega = spec.kernel_radius(query, tokens.k, arithmetic)
+    if further is not None:
+        omega = omega + further
+    logits, stored_logits = spec.logits(query, keys), None
+    if tokens.residuals is not None:
+        stored_logits, logits = logits, spec.logits(query, keys - tokens.residuals[0])
+    seen = torch.full((len(q),), float(len(keys)), dtype=torch.float64, device=q.device)
+    if unseen is not None:
+        seen = (~unseen).sum(-1).to(torch.float64)
+        logits, omega = logits.masked_fill(unseen, float("-inf")), omega.masked_fill(unseen, 0.0)
+        stored_logits = None if stored_logits is None else stored_logits.masked_fill(unseen, float("-inf"))
+    stored = None
+    if stored_logits is not None and tokens.residuals is not None:
+        stored, values = Stored(stored_logits, values), values - tokens.residuals[1]
+    return AttendedCells(logits, values, tokens.rho, omega, seen, spec.sinks, arithmetic, stored)
 
 
 def _check(

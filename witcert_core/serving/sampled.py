@@ -23,7 +23,8 @@ from torch import Tensor
 from witcert_core.cache.copy_index import CopyIndex
 from witcert_core.cache.exact_copies import ExactCopies
 from witcert_core.errors import UnsupportedError
-from witcert_core.meter.truth import Truth, compare
+from witcert_core.meter.audit import true_error
+from witcert_core.meter.truth import Truth
 from witcert_core.policy.model import Policy
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.geometry import Geometry
@@ -185,11 +186,10 @@ class SampledCopies(SampledTokens):
             return None
         found = []
         for number in audited:
-            exact = self.copies.get(how.layer, plan.seen_by(number, how.spec), slice(None))
-            exact_k, exact_v = (x.to(rows.device) for x in exact)
-            stored_k, stored_v = read(number)
-            found.append(compare(rows[number], stored_k, stored_v, exact_k, exact_v, how.spec))
-        return Truth.of_rows(audited, found)
+            k, v = self.copies.get(how.layer, plan.seen_by(number, how.spec), slice(None))
+            found.append(true_error(rows[number], read(number), (k.to(rows.device), v.to(rows.device)), how.spec))
+        tv, out = zip(*found, strict=True)
+        return Truth(audited, torch.stack(tv).cpu(), torch.stack(out).cpu())
 
 
 def left_out(plan: RowPlan, whole: dict[int, str]) -> Counter[tuple[int, str]]:

@@ -116,15 +116,16 @@ class StepCells:
                     else None,
                 )
             for layer, truth in self.truths.items():
-                found = truth.of(number)
-                if found is not None and layer in self.layers:
-                    ledger.compare(self.request_ids[row.request], self.layers[layer], number, *found)
+                known = truth.of(number)
+                if known is not None and layer in self.layers:
+                    tv, out = known
+                    ledger.compare(self.request_ids[row.request], self.layers[layer], number, tv, out)
             for layer, bounds in self.sketched.items():
-                bound, known = bounds.of(number), self.truths.get(layer)
-                if bound is not None and layer in self.layers:
-                    true = None if known is None else known.of(number)
+                found = bounds.of(number)
+                if found is not None and layer in self.layers:
+                    known = self.truths[layer].of(number) if layer in self.truths else None
                     rid, cells = self.request_ids[row.request], self.layers[layer]
-                    ledger.sketch(rid, cells, number, bound, None if true is None else true[0])
+                    ledger.sketch(rid, cells, number, found[0], None if known is None else known[0])
             for layer, reason in self.lost.items():
                 ledger.count_lost(self.request_ids[row.request], layer, reason)
         for (index, reason), count in self.unmetered.items():

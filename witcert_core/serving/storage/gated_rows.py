@@ -19,8 +19,8 @@ from torch import Tensor
 from witcert_core.cache.protocols import Pool, SlotErrors
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.batching import RowBatch, batch_rows
-from witcert_core.meter.cells import Terms, bounds_of, sum_terms
-from witcert_core.meter.measure import centred, key_radii
+from witcert_core.meter.cells import Terms, bounds_of
+from witcert_core.meter.measure import AttendedCells, Tokens, attended, key_radii
 from witcert_core.meter.output import relative_output_bound
 from witcert_core.policy.gates import block_risk
 
@@ -102,10 +102,10 @@ class GatedRows:
         self.seen = self._seen()  # [N, R, S]
         by_head = self.seen[:, None, :, None].expand(-1, self.heads, -1, self.group, -1)
         self.unseen = ~by_head.flatten(0, 3)  # [K * C, S]
-        self.sinks: Tensor | None = None
+        self.spec = call.spec  # of the cells
         if call.spec.sinks is not None:
             sinks = call.spec.sinks.view(kv_heads, 1, self.group)[wanted].expand(-1, self.num_rows, -1)
-            self.sinks = sinks.flatten().repeat(len(self.requests))
+            self.spec = replace(call.spec, sinks=sinks.flatten().repeat(len(self.requests)))
 
     def _seen(self) -> Tensor:
         device = self.batch.slots.device
@@ -116,44 +116,20 @@ class GatedRows:
             seen = seen & (place >= positions - self.call.spec.window_left)
         return seen
 
-    def terms(self, deltas: list[float]) -> tuple[Terms, Tensor, Tensor, Tensor | None]:
-        """Of the K * C cells as the cache is now, each request spending its delta: terms, weights and radii [K * C, S].
-
-        The last, [K * C, S] or None: weight that a sketch says was moved.
-        """
-        spec, batch, q, k, v = self.call.spec, self.batch, self.q.to(torch.float64), self.k, self.v
-        flat = batch.slots.flatten()
-        residuals = self.side.residuals(flat)
-        if residuals is not None:
-            residuals = batch.heads(residuals[0]), batch.heads(residuals[1])
-        logits, centre, stored = centred(q, k, v.to(torch.float64), residuals, spec)
-        logits = logits.masked_fill(self.unseen, float("-inf"))
-        if stored is not None:
-            stored = replace(stored, logits=stored.logits.masked_fill(self.unseen, float("-inf")))
-        by_request = q.view(len(self.requests), -1, q.shape[-1])
-        radius = key_radii(self.side, by_request, batch, None, abs(spec.sm_scale), deltas).masked_fill(self.unseen, 0.0)
-        arithmetic = spec.kernel(self.q.dtype, k.dtype, v.dtype)
-        omega = spec.kernel_radius(q, k, arithmetic).masked_fill(self.unseen, 0.0)
-        terms = sum_terms(
-            logits,
-            radius,
-            omega,
-            centre,
-            batch.heads(self.side.value_radius(flat)),
-            arithmetic=arithmetic,
-            num_tokens=(~self.unseen).sum(-1),
-            sinks=self.sinks,
-            form=self.form,
-            stored=stored,
-        )
-        weights = torch.softmax(logits, -1)
-        known = None if stored is None else (weights - torch.softmax(stored.logits, -1)).abs()
-        return terms, weights, radius, known
+    def measure(self, deltas: list[float]) -> tuple[Terms, AttendedCells, Tensor]:
+        """Of the K * C cells as the cache is now, each request spending its delta: terms, and radii [K * C, S]."""
+        batch, q = self.batch, self.q.to(torch.float64).view(len(self.requests), -1, self.q.shape[-1])
+        radius = key_radii(self.side, q, batch, None, abs(self.spec.sm_scale), deltas).masked_fill(self.unseen, 0.0)
+        cells = attended(self.q, Tokens.of(batch, self.k, self.v, self.side), self.spec, self.unseen)
+        return cells.terms(radius, self.form), cells, radius
 
     def look(self, deltas: list[float], block_size: int, has_copy: Callable[[Tensor], Tensor]) -> list[list[Looked]]:
         """What a gate is shown, by request and head. has_copy: bool [S] of slots [S], whose exact copies are there."""
-        terms, weights, radius, known = self.terms(deltas)
-        bounds = bounds_of(terms, self.form, self.call.spec.has_sink)
+        terms, cells, radius = self.measure(deltas)
+        weights = torch.softmax(cells.logits, -1)
+        # What a sketch says of weight that was moved.
+        known = None if cells.stored is None else (weights - torch.softmax(cells.stored.logits, -1)).abs()
+        bounds = bounds_of(terms, self.form, self.spec.has_sink)
         out_rel = relative_output_bound(bounds.out, terms.norm)
         out_least = relative_output_bound(terms.handed, terms.norm)
         batch, flat = self.batch, self.batch.slots.flatten()
@@ -163,8 +139,7 @@ class GatedRows:
         weights, radius = (x.view(num_heads, -1, len(place)) for x in (weights, radius))
         known = None if known is None else known.view(num_heads, -1, len(place))
         risk = block_risk(weights, radius, block_of, num_blocks, known)
-        rho = batch.heads(self.side.value_radius(flat))
-        exact = batch.heads(self.side.exact_heads(flat))
+        rho, exact = cells.rho, batch.heads(self.side.exact_heads(flat))
         copied = has_copy(flat).view(-1, len(self.requests)).repeat_interleave(self.heads, 1)
         if batch.seen is not None:  # a shorter request sees no token in the places filled up
             filled = ~batch.seen.repeat_interleave(self.heads, 1)

@@ -25,6 +25,7 @@ from witcert_core.meter.cells import Terms
 from witcert_core.meter.kernel_error import KernelArithmetic
 from witcert_core.meter.measure import Summed
 from witcert_core.meter.sums import AccField
+from witcert_core.meter.tv import softmax_with_sink
 from witcert_core.policy.gates import CellStatus, Gate, GateDecision, GateState
 from witcert_core.serving.storage.gated_rows import GatedRows, LayerCall, Looked, RequestRows, terms_of, together
 
@@ -131,7 +132,7 @@ class BlockRepairer:
         """The terms of every KV head of every request, (number, head), under the deterministic radii."""
         side = self.store[call.layer]
         for numbers, of_heads, group in together(call, requests, side, self.form, self.num_kv_heads):
-            terms, *_ = group.terms([0.0] * len(numbers))
+            terms, *_ = group.measure([0.0] * len(numbers))
             for i, place in enumerate((number, head) for number in numbers for head in of_heads):
                 yield place, terms_of(terms, group.cells(i))
 
@@ -279,11 +280,9 @@ class _HeadRows(GatedRows):
     def serve(self) -> Tensor:
         """Outputs [R, G, Dv] with the engine's arithmetic: its dtype, softmax in float32."""
         k, v = self.k, self.v
-        logits = self.call.spec.logits(self.q.float(), k.float())
+        logits = self.spec.logits(self.q.float(), k.float())
         logits = logits.masked_fill(self.unseen, float("-inf"))
-        if self.sinks is not None:
-            logits = torch.cat([logits, self.sinks[:, None].float()], -1)
-        weights = torch.softmax(logits, -1)[:, : k.shape[0]]
+        weights = softmax_with_sink(logits, self.spec.sinks)[:, : k.shape[0]]
         values = v[:, 0].float()
         known = values.isfinite()
         out = weights @ values.where(known, 0.0)
@@ -297,7 +296,7 @@ class _HeadRows(GatedRows):
         if call.exact_k is None:
             return None
         own = slice(self.head * self.group, (self.head + 1) * self.group)
-        sinks = None if self.sinks is None else self.sinks[: self.group]
+        sinks = None if self.spec.sinks is None else self.spec.sinks[: self.group]
         arithmetic = call.spec.arithmetic if served is None else KernelArithmetic((), rows.q.dtype)  # that of `serve`
         made = rows.outputs[:, own] if served is None and rows.outputs is not None else served
         kept = call.exact_k[rows.slots, self.head][:, None]
