@@ -37,7 +37,7 @@ class Pool:
         self.k, self.v = torch.zeros(SLOTS, 1, D), torch.zeros(SLOTS, 1, D)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.k, self.v
+        return self.k[:, None], self.v[:, None]
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         return self.k[slots], self.v[slots]

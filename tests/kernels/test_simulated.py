@@ -38,7 +38,7 @@ class PlainPool:
         self.k, self.v = (torch.full((SLOTS, HKV, D), float("nan"), dtype=dtype, device=device) for _ in "kv")
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.k, self.v
+        return self.k[:, None], self.v[:, None]
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         return self.k[slots], self.v[slots]

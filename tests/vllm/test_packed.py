@@ -12,7 +12,7 @@ from conftest import prompts
 from engine import Engine, running_engine
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import SamplingParams
-from witcert_vllm.packed import layout_of
+from witcert_vllm.packed import layout_of, packed_layer
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.quantizers import REGISTRY
@@ -136,8 +136,24 @@ def test_vllm_counts_that_many_more_tokens(checkpoint: Path, tmp_path: Path, nam
     assert 0 < answer.summary["audit"]["tv_max"] <= answer.summary["worst"]["meter"] < 1
 
 
-def test_scales_must_lie_at_even_addresses() -> None:
-    assert layout_of(REGISTRY.get("int8_dither"), 80).bytes_per_token_head == 172
-    assert layout_of(REGISTRY.get("int8_dither_w"), 128).bytes_per_token_head == 276
-    with pytest.raises(UnsupportedError, match="odd addresses"):
-        layout_of(REGISTRY.get("int8_dither_w"), 96)
+@pytest.mark.parametrize(("name", "head_dim", "size"), [("int8_dither_w", 96, 207), ("int8_dither_bypass", 128, 288)])
+def test_fields_of_a_layer_fill_its_memory_and_do_not_overlap(name: str, head_dim: int, size: int) -> None:
+    layout = layout_of(REGISTRY.get(name), head_dim)
+    assert layout.bytes_per_token_head == size
+    blocks, block_size, heads = 3, 16, 2
+    memory = torch.zeros(blocks, block_size, heads, size, dtype=torch.int8)
+    layer = packed_layer(memory.transpose(1, 2), layout, torch.bfloat16)
+    fields = [layer.k, layer.v, layer.k_scale, layer.v_scale, layer.k_witness, layer.k_bypass]
+    kept = [field for field in fields if field is not None]
+    assert all(field.is_contiguous() and field.shape[:2] == (blocks * block_size, heads) for field in kept)
+    assert sum(field.nbytes for field in kept) == memory.numel()
+    for number, field in enumerate(kept):
+        field.view(torch.int8).fill_(number + 1)
+    assert [int((memory == number + 1).sum()) for number in range(len(kept))] == [field.nbytes for field in kept]
+
+
+def test_pages_that_do_not_lie_by_slot_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="lay its pages out by slot"):
+        packed_layer(
+            torch.zeros(3, 2, 16, 136, dtype=torch.int8), layout_of(REGISTRY.get("int8_dither"), 64), torch.half
+        )

@@ -256,16 +256,16 @@ def test_an_error_of_ours_at_the_start_is_one_line_that_names_it(
     assert "Traceback" in caplog.text
 
 
-def test_the_doctor_says_that_no_kernel_is_reached_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line, until one is; the banner has the same."""
-    assert refusals.slow_meter("cpu") == ""
+def test_the_doctor_says_that_nothing_here_has_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, until it has; the banner has the same."""
+    assert refusals.untried_device("cpu") == ""
     path = str(Path(__file__).parents[1] / "data" / "configs" / "llama31_8b")
     policy = parse_policy({"version": 1, **NONE})
-    assert not [finding for finding in of_model(path, policy) if finding.subject == "speed"]
+    assert not [finding for finding in of_model(path, policy) if finding.subject == "device"]
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type="cuda"))
-    (finding,) = [finding for finding in of_model(path, policy) if finding.subject == "speed"]
-    assert (finding.level, finding.text) == ("note", refusals.slow_meter("cuda"))
-    assert "no kernel of the meter's is reached under vLLM on 'cuda'" in finding.text
+    (finding,) = [finding for finding in of_model(path, policy) if finding.subject == "device"]
+    assert (finding.level, finding.text) == ("note", refusals.untried_device("cuda"))
+    assert "under vLLM on 'cuda' were compiled and interpreted, and never run on a GPU" in finding.text
 
 
 def test_caches_refused_by_name() -> None:

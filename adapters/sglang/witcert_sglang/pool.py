@@ -20,7 +20,8 @@ class SlotPool:
         self.pool = pool
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
+        """Pages of one token: SGLang's tables name slots."""
+        return self.pool.get_key_buffer(layer)[:, None], self.pool.get_value_buffer(layer)[:, None]
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
@@ -59,7 +60,8 @@ class EnginePool(SlotPool):
         pool = self.pool
         if not pool.is_quantized_kv_cache:
             # As bytes: not every device gathers 8-bit floats.
-            k, v = (x.view(torch.uint8)[slots].view(x.dtype) for x in self.pages(layer))
+            buffers = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+            k, v = (x.view(torch.uint8)[slots].view(x.dtype) for x in buffers)
             return k, v
         if not pool.quant_method.needs_plain_kv_dequant_read():
             raise UnsupportedError(

@@ -67,8 +67,8 @@ def __getattr__(name: str) -> Any:
     packed = installation.policy.quantizer.storage == "packed"
     if packed and not is_stock(name):
         raise UnsupportedError(
-            f"attention backend {described(name)} with quantizer.storage: packed: only the CPU's reference attention "
-            "reads codes, so that class would never run; set quantizer.storage to 'simulated'"
+            f"attention backend {described(name)} with quantizer.storage: packed: the meter's own attention reads "
+            "codes, so that class would never run; set quantizer.storage to 'simulated'"
         )
     cls = metered(stock, own_pages=packed)
     if packed:

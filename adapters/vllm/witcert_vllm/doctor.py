@@ -104,5 +104,5 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
         f"{len(metered)} of {len(layers)} layers x {heads} query heads: {len(metered) * heads} cells a row, tier "
         f"{policy.tier}; {'every row' if policy.stride == 1 else f'one decode row in {policy.stride}'}",
     )
-    if slow := refusals.slow_meter(device):
-        yield Finding("note", "speed", slow)
+    if untried := refusals.untried_device(device):
+        yield Finding("note", "device", untried)

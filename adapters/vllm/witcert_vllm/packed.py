@@ -1,6 +1,7 @@
-"""vLLM's cache as a packed INT8 cache: what vLLM is told of a token's bytes, and its pages as codes and scales.
+"""vLLM's cache as a packed INT8 cache: what vLLM is told of a token's bytes, and its memory as codes and scales.
 
-Pages are `[BLOCKS, N, Hkv, bytes]` in memory, so a slot's heads follow one another and slots are rows.
+vLLM counts `[BLOCKS, N, Hkv, bytes]` for a layer and hands out slots. Within that memory each field of all slots lies
+by itself, as kernels read it: vLLM neither copies nor clears the blocks of a cache of one kind.
 """
 
 from __future__ import annotations
@@ -20,15 +21,8 @@ from witcert_core.quantizers.layout import KVLayout
 
 
 def layout_of(quantizer: Quantizer, head_dim: int) -> KVLayout:
-    """The bytes of a token and KV head, 272 at head_dim 128; UnsupportedError if scales would lie at odd addresses."""
-    layout = KVLayout(head_dim, stored_witness=quantizer.stored_witness, bypass_pairs=quantizer.bypass_pairs)
-    places = [layout.fields()[name][0] for name in ("k_scales", "v_scales")]
-    if any(place % 2 for place in (*places, layout.bytes_per_token_head)):
-        raise UnsupportedError(
-            f"quantizer.name {quantizer.name!r} packed at head_dim {head_dim}: its {-(-head_dim // 32)} witness bytes "
-            "would put the scales at odd addresses; use int8_dither, or quantizer.storage: simulated"
-        )
-    return layout
+    """The bytes of a token and KV head, 272 at head_dim 128."""
+    return KVLayout(head_dim, stored_witness=quantizer.stored_witness, bypass_pairs=quantizer.bypass_pairs)
 
 
 def packed_backend(base: type[Any], quantizer: Quantizer) -> type[Any]:
@@ -58,15 +52,15 @@ def packed_layer(kv_cache: Tensor, layout: KVLayout, model_dtype: torch.dtype) -
 
     model_dtype: what bypassed channels are kept in.
     """
-    rows = kv_cache.transpose(1, 2)
-    if not rows.is_contiguous():
+    pages = kv_cache.transpose(1, 2)
+    if not pages.is_contiguous():
         raise UnsupportedError("vLLM did not lay its pages out by slot, so they cannot be packed; unset WITCERT_POLICY")
-    slots = rows.view(-1, *rows.shape[2:])
-    fields = layout.fields()
+    num_slots, num_heads = pages.shape[0] * pages.shape[1], pages.shape[2]
+    memory, fields = pages.view(-1), layout.fields()
 
     def part(name: str, dtype: torch.dtype = torch.int8) -> Tensor:
-        first, size = fields[name]
-        return slots[..., first : first + size].view(dtype)
+        first, size = (num_slots * num_heads * bytes_ for bytes_ in fields[name])
+        return memory[first : first + size].view(dtype).view(num_slots, num_heads, -1)
 
     witness = part("k_witness", torch.uint8) if "k_witness" in fields else None
     scales = part("k_scales", torch.float16), part("v_scales", torch.float16)

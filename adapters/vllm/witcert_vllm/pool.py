@@ -29,6 +29,12 @@ class PagePool:
         self.layers = dict(layers)
         self.block_size = block_size
 
+    def pages(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Keys [BLOCKS, N, Hkv, D] and values [BLOCKS, N, Hkv, Dv]; None where a key's channels lie apart."""
+        keys, values = self.layers[layer]
+        k, v = keys.permute(0, 3, 1, 2), values.transpose(1, 2)
+        return (k, v) if k.stride(-1) == v.stride(-1) == 1 else None
+
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.layers[layer]
         block, inside = slots // self.block_size, slots % self.block_size
@@ -102,7 +108,10 @@ def check_layout(
 
 
 class EnginePool(PagePool):
-    """Read-only: the cache is the engine's to write."""
+    """Read-only: the cache is the engine's to write, and no kernel of ours knows its scales."""
+
+    def pages(self, layer: int) -> None:
+        return None
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         raise UnsupportedError("the engine's own cache is written by the engine only")

@@ -136,11 +136,10 @@ def check_config(config: Any, policy: Policy, stock: Mapping[str, str]) -> None:
         )
     else:
         check_cache_dtype(config.cache_config.cache_dtype, config.model_config.dtype)
-    if policy.quantizer.storage == "packed" and (device != "cpu" or config.cache_config.cache_dtype != "auto"):
+    if policy.quantizer.storage == "packed" and config.cache_config.cache_dtype != "auto":
         raise UnsupportedError(
-            f"quantizer.storage: packed on device {device!r} with --kv-cache-dtype {config.cache_config.cache_dtype}: "
-            "only the CPU's reference attention reads codes, in pages of its own; use --kv-cache-dtype auto on a CPU, "
-            "or set quantizer.storage to 'simulated'"
+            f"quantizer.storage: packed with --kv-cache-dtype {config.cache_config.cache_dtype}: pages hold the codes "
+            "of the policy's quantizer; use --kv-cache-dtype auto, or set quantizer.storage to 'simulated'"
         )
     if config.parallel_config.worker_cls not in WORKERS:
         raise UnsupportedError(
@@ -222,13 +221,13 @@ def check_model(model: Any, device: str) -> None:
         )
 
 
-def slow_meter(device: str) -> str:
-    """What is said of a device on which no kernel of ours is reached; '' where nothing is to be said."""
+def untried_device(device: str) -> str:
+    """What is said of a device on which nothing here has run; '' where nothing is to be said."""
     if device == "cpu":
         return ""
     return (
-        f"no kernel of the meter's is reached under vLLM on {device!r} yet: what is quantized and metered goes through "
-        "the reference in plain torch (sums in float64), which is slow; raise meter.stride"
+        f"the kernels that serve and meter under vLLM on {device!r} were compiled and interpreted, and never run on a "
+        "GPU; set meter.audit_every to have their outputs and bounds compared while you try them"
     )
 
 

@@ -16,13 +16,13 @@ from vllm.v1.worker.worker_base import WorkerBase
 import witcert_core
 from witcert_core.errors import UnsupportedError, WitCertError
 from witcert_core.serving.banner import banner
+from witcert_core.serving.device.engine import engine_cache
+from witcert_core.serving.device.packed import packed_storage
+from witcert_core.serving.device.simulated import simulated_cache
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.rotary import rotary_tables
 from witcert_core.serving.runtime import Cache
 from witcert_core.serving.startup import in_one_line
-from witcert_core.serving.storage.engine import EngineCache
-from witcert_core.serving.storage.packed import PackedStorage
-from witcert_core.serving.storage.simulated import SimulatedCache
 from witcert_vllm import process, refusals
 from witcert_vllm.backend import described, is_stock, take_over
 from witcert_vllm.geometry import layer_ids, read_geometry, rotary_modules, tensor_ranks
@@ -93,7 +93,7 @@ class MeteredWorker(WorkerBase):
                     runtime,
                     answers="kv_transfer_params.witcert",
                     metrics="/metrics",
-                    note=refusals.slow_meter(runtime.geometry.device),
+                    note=refusals.untried_device(runtime.geometry.device),
                 ),
                 file=sys.stderr,
                 flush=True,
@@ -142,13 +142,13 @@ def build_runtime(installation: Installation, vllm_config: Any, model: Any) -> V
         layout = layout_of(quantizer, geometry.head_dim)
         dtype = geometry.pool_dtype
         buffers = {ids[name]: packed_layer(layer.kv_cache, layout, dtype) for name, layer in layers.items()}
-        make_cache = functools.partial(PackedStorage, policy, geometry, buffers)
+        make_cache = functools.partial(packed_storage, policy, geometry, buffers)
     else:
         own = policy.meters_engine
         pool = engine_pool(layers, ids, block_size) if own else page_pool(layers, ids, block_size)
         # A quantized cache gives the pattern back to within half a step of its coarsest code.
         check_layouts(pool, layers, ids, geometry.pool_dtype, tolerance=1 / 64 if own else 0.0)
-        make_cache = functools.partial(EngineCache if own else SimulatedCache, policy, geometry, pool)
+        make_cache = functools.partial(engine_cache if own else simulated_cache, policy, geometry, pool)
     if quantizer.space == "pre_rope":
         quantized = set(policy.quantizer.layers_of(geometry.layers))
         wanted = {name: layer for name, layer in ids.items() if layer in quantized}

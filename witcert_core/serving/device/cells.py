@@ -33,15 +33,19 @@ def visible_tokens(rows: Sequence[MeteredRow], window_left: int) -> list[int]:
     return seen if window_left < 0 else [min(n, window_left + 1) for n in seen]
 
 
-def token_pages(slots: Sequence[Tensor], device: str | torch.device) -> tuple[PageTable, int]:
-    """Pages of one token each, whatever the engine's page size: a slot is a page. And the longest request's length.
+def token_pages(slots: Sequence[Tensor], device: str | torch.device, page_size: int = 1) -> tuple[PageTable, int]:
+    """The pages of requests, of `page_size` slots each, and the longest request's length.
 
-    slots[i] [S_i]: those of request i in order of position.
+    slots[i] [S_i]: those of request i in order of position, whole pages but the last one. With pages of one slot they
+    may lie anywhere, whatever the engine's own page size.
     """
-    lengths = torch.tensor([0, *(s.numel() for s in slots)])
-    flat = torch.cat(list(slots)) if slots else torch.zeros(0)
-    indptr, last = lengths.cumsum(0).to(torch.int32), torch.ones(len(slots), dtype=torch.int32)
-    return PageTable(indptr.to(device), flat.to(device, torch.int32), last.to(device)), int(lengths.max())
+    lengths = [mine.numel() for mine in slots]
+    counts = torch.tensor([0, *(-(-length // page_size) for length in lengths)])
+    last = torch.tensor([(length - 1) % page_size + 1 for length in lengths], dtype=torch.int32)
+    flat = torch.cat([mine[::page_size] for mine in slots]) if slots else torch.zeros(0, dtype=torch.int64)
+    indptr = counts.cumsum(0).to(torch.int32)
+    pages = (flat // page_size).to(device, torch.int32)
+    return PageTable(indptr.to(device), pages, last.to(device)), max(lengths, default=0)
 
 
 def kernel_cells(

@@ -33,6 +33,6 @@ class KernelEngine(KernelSimulated, EngineCache):
 
 def engine_cache(policy: Policy, geometry: Geometry, pool: PagedPool, encoder: Encoder) -> EngineCache:
     """The metered engine's own cache of this device."""
-    if by_certify(policy, geometry, encoder):
+    if by_certify(policy, geometry, encoder, pool):
         return KernelEngine(policy, geometry, pool, encoder)
     return EngineCache(policy, geometry, pool, encoder)

@@ -44,21 +44,27 @@ from witcert_core.serving.storage.simulated import SimulatedCache
 class PagedPool(Pool, Protocol):
     """A pool whose tensors kernels can read."""
 
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys [SLOTS, Hkv, D] and values [SLOTS, Hkv, Dv] of a layer, as attention reads them."""
+    def pages(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """All keys [P, N, Hkv, D] and values [P, N, Hkv, Dv] of a layer as attention reads them; None where no kernel
+        can read them.
+
+        Slot s is place s % N of page s // N, and a request fills whole pages one after the other.
+        """
         ...
 
 
 def simulated_cache(policy: Policy, geometry: Geometry, pool: PagedPool, encoder: Encoder) -> SimulatedCache:
     """The simulated cache of this device: metered by `certify` where that can say all that the policy asks for."""
-    if by_certify(policy, geometry, encoder):
+    if by_certify(policy, geometry, encoder, pool):
         return KernelSimulated(policy, geometry, pool, encoder)
     return SimulatedCache(policy, geometry, pool, encoder)
 
 
-def by_certify(policy: Policy, geometry: Geometry, encoder: Encoder) -> bool:
-    """Whether kernels run where the cache lies, and know all that the policy asks for."""
-    return kernels_serve(geometry.device) and not left_to_reference(policy, encoder)
+def by_certify(policy: Policy, geometry: Geometry, encoder: Encoder, pool: PagedPool) -> bool:
+    """Whether kernels run where the cache lies, can read it, and know all that the policy asks for."""
+    if not kernels_serve(geometry.device) or left_to_reference(policy, encoder):
+        return False
+    return all(pool.pages(layer) is not None for layer in policy.meter.layers_of(geometry.layers))
 
 
 def left_to_reference(policy: Policy, encoder: Encoder) -> str:
@@ -111,7 +117,8 @@ class KernelSimulated(SimulatedCache):
         self.bands = self.store.bands
         self._rows: Rows | None = None
         # A dithered cache in a 32-bit pool has no witness: its radius covers the storage already.
-        shape = (geometry.num_slots, 1, geometry.num_kv_heads, self.bands.num_bands)
+        self.page_size = self._pages(min(self.metered_layers))[0].shape[1] if self.metered_layers else 1
+        shape = (geometry.num_slots, geometry.num_kv_heads, self.bands.num_bands)
         bare = any(self.store[layer].witness is None for layer in self.metered_layers)
         self.no_witness = torch.zeros(shape, dtype=torch.uint8, device=geometry.device) if bare else None
         if not self.store.dithered:
@@ -139,7 +146,7 @@ class KernelSimulated(SimulatedCache):
         """The rows of a pass: the same in all its layers."""
         if self._rows is None or self._rows.plan is not plan:
             device = torch.device(self.geometry.device)
-            table, longest = token_pages(plan.metered_requests(), device)
+            table, longest = token_pages(plan.metered_requests(), device, self.page_size)
 
             def column(values: list[int], dtype: torch.dtype) -> Tensor:
                 return torch.tensor(values, dtype=dtype).to(device)
@@ -157,9 +164,9 @@ class KernelSimulated(SimulatedCache):
     def _cells(
         self, call: AttentionCall, rows: Rows, deltas: list[float], norm: Tensor, audit: Audit | None
     ) -> CellBatch:
-        k, v = self.pool.pages(call.layer)
+        k, v = self._pages(call.layer)
         side = self.store[call.layer]
-        witness = self.no_witness if side.witness is None else side.witness[:, None]
+        witness = self.no_witness if side.witness is None else side.witness
         if witness is None:
             raise RuntimeError(f"layer {call.layer} lost its witnesses")
         q = call.q[rows.tokens]
@@ -167,15 +174,15 @@ class KernelSimulated(SimulatedCache):
         arithmetic = spec.kernel(q.dtype, k.dtype, v.dtype)
         law: dict[str, Any] = {}
         if side.scales is not None:
-            law = {"steps": side.scales[:, None], "delta_loc": spend_down(deltas, q.device)}
+            law = {"steps": self._paged(side.scales), "delta_loc": spend_down(deltas, q.device)}
         found = certify(
             q if q.dtype == k.dtype or k.dtype in FP8 else q.float(),
-            (k[:, None], v[:, None]),
-            witness,
+            (k, v),
+            self._paged(witness),
             rows.table,
             self.bands,
             max_kv_len=rows.max_kv_len,
-            value_witness=side.value_witness[:, None, :, None],
+            value_witness=self._paged(side.value_witness[..., None]),
             row_request=rows.request,
             row_position=rows.position,
             sm_scale=spec.sm_scale,
@@ -201,6 +208,16 @@ class KernelSimulated(SimulatedCache):
             arithmetic=arithmetic,
             audit=audit,
         )
+
+    def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        found = self.pool.pages(layer)
+        if found is None:
+            raise RuntimeError(f"layer {layer}: the pool has no pages that kernels can read")
+        return found
+
+    def _paged(self, side: Tensor) -> Tensor:
+        """A side tensor [SLOTS, ...] in the pool's pages, [P, N, ...]."""
+        return side.view(-1, self.page_size, *side.shape[1:])
 
     def _audit(self, call: AttentionCall, plan: RowPlan, made: Tensor) -> Audit | None:
         """What the engine made [R, H, Dv] of the planned rows, where they are audited."""
