@@ -39,12 +39,14 @@ class Served:
         name: str,
         device: str = "cpu",
         gate: dict[str, Any] | None = None,
+        report: dict[str, Any] | None = None,
         **meter: Any,
     ) -> None:
         self.gen = torch.Generator().manual_seed(3)
         settings = {"stride": 1, "audit_every": 1, "max_rows": 1, **meter}
         chosen = {"name": name, "storage": "packed"}
-        policy = parse_policy({"version": 1, "quantizer": chosen, "meter": settings, "gate": gate or {}})
+        sections = {"quantizer": chosen, "meter": settings, "gate": gate or {}, "report": report or {}}
+        policy = parse_policy({"version": 1, **sections})
         quantizer = policy.resolved_quantizer
         geometry = Geometry("test", HQ, (LAYER,), HQ, HKV, (0, 1), D, D, SLOTS, torch.float32, RotarySpec(D), device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recorded
 import yaml
 from witcert_demo.run import CHECKPOINT, ask, build_twin
 from witcert_demo.servers import Server, running_server
@@ -18,6 +20,7 @@ from witcert_demo.tasks import Sample, make_samples
 
 KEY, ADMIN_KEY = "a client's key", "the administrator's"
 TASKS = ("single_needle", "multi_key", "variable_tracking")
+SAME_DITHER = {"PYTHONPATH": os.pathsep.join(filter(None, (str(recorded.PINNED), os.environ.get("PYTHONPATH"))))}
 
 
 @dataclass
@@ -34,6 +37,25 @@ class Metered:
         body = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 8, **sampling}}
         with self.server.client() as client:
             return client.post("/generate", json=body).raise_for_status().json()
+
+
+def check_recorded(case: str, metered: Metered) -> None:
+    """The first requests of a server report what they reported when they were recorded; see `recorded.py`.
+
+    A prompt, which may be cut into chunks; the same and more behind it; three at once. As ids: SGLang hands the three
+    to its scheduler in one message then, and so always to the same pass.
+    """
+    first, *others = (list(sample.prompt_ids) for sample in samples_of_each_task(1, num_tokens=160, seed=19))
+    sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    answers = []
+    for number, asked in enumerate(([first], [first + others[0][:20]], [first, *others])):
+        names = [f"recorded-{number}-{i}" for i in range(len(asked))]
+        body = {"input_ids": asked, "rid": names, "sampling_params": sampling}
+        with metered.server.client() as client:
+            answers += client.post("/generate", json=body).raise_for_status().json()
+    records = metered.records()
+    found = [recorded.run_of(a["output_ids"], a["meta_info"]["witcert"], records) for a in answers]
+    recorded.check("sglang", case, found)
 
 
 def write_policy(path: Path, **sections: Any) -> Path:
@@ -93,8 +115,9 @@ def int8_original(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
         quantizer={"name": "int8_dither"},
         prefill_reads="stored",
         meter={"stride": 3, "audit_every": 2, "max_rows": 2},
-        report={"jsonl": str(jsonl)},
+        report={"jsonl": str(jsonl), "cells": "all"},
     )
     options = ["--dtype", "float32", "--page-size", "16"]
-    with running_server(checkpoint, policy=policy, log=work / "log", options=options) as server:
+    log = work / "log"
+    with running_server(checkpoint, policy=policy, log=log, options=options, environment=SAME_DITHER) as server:
         yield Metered(server, jsonl)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Metered, ask_many, samples_of_each_task, write_policy
+from conftest import Metered, ask_many, check_recorded, samples_of_each_task, write_policy
 from engine import LAYERS, Engine, attention
 from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock16KVCacheMethod, NVFP4KVCacheMethod
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -186,14 +186,17 @@ def test_refused_by_name() -> None:
 
 def test_a_server_with_a_cache_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
     """A bfloat16 pool under a float32 model: the one quantized cache that a CPU server accepts."""
+    jsonl = tmp_path / "records.jsonl"
     policy = write_policy(
         tmp_path / "policy.yaml",
         quantizer={"name": "engine"},
         prefill_reads="stored",
         meter={"stride": 1, "audit_every": 1, "max_rows": 2},
+        report={"jsonl": str(jsonl), "cells": "all"},
     )
     options = ["--dtype", "float32", "--kv-cache-dtype", "bf16", "--chunked-prefill-size", "128"]
     with running_server(checkpoint, policy=policy, log=tmp_path / "log", options=options) as server:
+        check_recorded("engine, bf16", Metered(server, jsonl))
         asked = ask_many(server, samples_of_each_task(2, num_tokens=256))
         prompt = samples_of_each_task(1, num_tokens=256, seed=71)[0].prompt
         cold, warm = (Metered(server, tmp_path / "none").generate(prompt) for _ in range(2))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Metered, ask_many, samples_of_each_task, write_policy
+from conftest import Metered, ask_many, check_recorded, samples_of_each_task, write_policy
 from witcert_demo.servers import running_server
 
 pytestmark = pytest.mark.sglang
@@ -16,14 +16,20 @@ SHORT = ["--dtype", "float32", "--disable-radix-cache"]
 @pytest.fixture(scope="module")
 def gated_twin(twin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metered]:
     work = tmp_path_factory.mktemp("gated")
+    jsonl = work / "records.jsonl"
     policy = write_policy(
         work / "policy.yaml",
         quantizer={"name": "fp8_e4m3_cast"},
         meter={"audit_every": 1},
         gate={"kind": "combined"},
+        report={"jsonl": str(jsonl), "cells": "all"},
     )
     with running_server(twin, policy=policy, log=work / "log", options=SHORT) as server:
-        yield Metered(server, work / "none")
+        yield Metered(server, jsonl)
+
+
+def test_recorded(gated_twin: Metered) -> None:
+    check_recorded("fp8_e4m3_cast, repaired", gated_twin)
 
 
 def test_damaged_answers_come_right(gated_twin: Metered) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import Metered, ask_many, samples_of_each_task
+from conftest import Metered, ask_many, check_recorded, samples_of_each_task
 
 pytestmark = pytest.mark.sglang
+
+
+def test_recorded(int8_original: Metered) -> None:
+    check_recorded("int8_dither, strides", int8_original)
 
 
 def test_answers_bounds_and_claim(int8_original: Metered) -> None:

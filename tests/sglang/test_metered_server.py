@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 import jsonschema
 import pytest
-from conftest import ADMIN_KEY, KEY, Metered, ask_many, samples_of_each_task
+from conftest import ADMIN_KEY, KEY, Metered, ask_many, check_recorded, samples_of_each_task
 
 from witcert_core.cli import main
 
@@ -34,6 +34,10 @@ def summaries(fp8_twin: Metered) -> list[dict[str, Any]]:
     found = [a.summary for a in asked if a.summary is not None]
     assert len(found) == len(asked)
     return found
+
+
+def test_recorded(fp8_twin: Metered) -> None:
+    check_recorded("fp8_e4m3_cast", fp8_twin)
 
 
 def test_no_audited_cell_breaks_its_bound(summaries: list[dict[str, Any]]) -> None:

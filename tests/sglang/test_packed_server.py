@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Metered, ask_many, samples_of_each_task, write_policy
+from conftest import SAME_DITHER, Metered, ask_many, check_recorded, samples_of_each_task, write_policy
 from witcert_demo.servers import running_server
 
 from witcert_core.cache.capacity import ROW_ID_BYTES
@@ -20,15 +20,21 @@ pytestmark = pytest.mark.sglang
 @pytest.fixture(scope="module")
 def packed_original(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metered]:
     work = tmp_path_factory.mktemp("packed")
+    jsonl, log = work / "records.jsonl", work / "log"
     policy = write_policy(
         work / "policy.yaml",
         quantizer={"name": "int8_dither_w", "storage": "packed"},
         meter={"stride": 1, "audit_every": 1, "max_rows": 2},
         prefill_reads="stored",
+        report={"jsonl": str(jsonl), "cells": "all"},
     )
     options = ["--dtype", "bfloat16", "--chunked-prefill-size", "128", "--enable-mixed-chunk"]
-    with running_server(checkpoint, policy=policy, log=work / "log", options=options) as server:
-        yield Metered(server, work / "none")
+    with running_server(checkpoint, policy=policy, log=log, options=options, environment=SAME_DITHER) as server:
+        yield Metered(server, jsonl)
+
+
+def test_recorded(packed_original: Metered) -> None:
+    check_recorded("int8_dither_w, packed", packed_original)
 
 
 def test_answers_and_certificates(packed_original: Metered) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Metered, ask_many, samples_of_each_task, write_policy
+from conftest import Metered, ask_many, check_recorded, samples_of_each_task, write_policy
 from sglang.srt.layers.radix_attention import RadixAttention
 from witcert_demo.servers import running_server
 from witcert_sglang import refusals
@@ -34,20 +34,25 @@ def plugged(
         work / "policy.yaml",
         quantizer={"name": name, "params": params},
         meter={"stride": 2, "audit_every": 1, "max_rows": 2},
-        report={"jsonl": str(jsonl)},
+        report={"jsonl": str(jsonl), "cells": "all"},
     )
     options = ["--dtype", "float32", "--page-size", "64", "--chunked-prefill-size", "256"]
     with running_server(checkpoint, policy=policy, log=work / "log", options=options) as server:
         yield Metered(server, jsonl)
 
 
+def test_recorded(plugged: Metered, request: pytest.FixtureRequest) -> None:
+    check_recorded(request.node.callspec.id, plugged)
+
+
 def test_answers_audits_and_shared_prefixes(plugged: Metered) -> None:
     samples = samples_of_each_task(2)
+    before = len(plugged.records())
     asked = ask_many(plugged.server, samples)
     assert sum(a.right for a in asked) >= len(asked) - 1
     again = plugged.generate(samples[0].prompt)
     assert again["meta_info"]["cached_tokens"] >= 384
-    records = plugged.records()
+    records = [r for r in plugged.records()[before:] if r["schema"].startswith("witcert.request")]
     assert len(records) == len(samples) + 1
     assert sum(record["audit"]["violations"] + record["audit"]["mismatches"] for record in records) == 0
     assert all(record["audit"]["cells"] > 0 for record in records)
