@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 from rational import TINY, sqrt_up, subsets, tilted, tv
 
-from witcert_core.meter.sums import accumulate_weights
 from witcert_core.meter.bounds import FORMS, extremal, jensen, meter, needle
 from witcert_core.meter.bounds.shared import read
-from witcert_core.meter.sums import AccField
+from witcert_core.meter.sums import AccField, accumulate_weights
 
 F = Fraction
 

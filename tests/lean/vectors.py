@@ -13,17 +13,16 @@ from cells import Cell
 from rational import TINY, dot, norm_sq, sqrt_up, sub, tilted, tv
 from torch import Tensor
 
-from witcert_core.meter import directional
-from witcert_core.meter.sums import accumulate
 from witcert_core.cache.bands import BandMap, band_map
-from witcert_core.quantizers.dither import DitherKey, group_scales, quantize_int8, rows
-from witcert_core.meter.kernel_error import KernelArithmetic, mass_error, output_error
-from witcert_core.meter.sums import AccField
-from witcert_core.meter.output import output_bound
-from witcert_core.cache.radii import radius_dither, radius_witness
-from witcert_core.quantizers.rotary import RotarySpec
-from witcert_core.meter.tv import softmax_with_sink
 from witcert_core.cache.norm_codes import decode_norm, value_codes, witness_codes
+from witcert_core.cache.radii import radius_dither, radius_witness
+from witcert_core.meter import directional
+from witcert_core.meter.kernel_error import KernelArithmetic, mass_error, output_error
+from witcert_core.meter.output import output_bound
+from witcert_core.meter.sums import AccField, accumulate
+from witcert_core.meter.tv import softmax_with_sink
+from witcert_core.quantizers.dither import DitherKey, group_scales, quantize_int8, rows
+from witcert_core.quantizers.rotary import RotarySpec
 
 F = Fraction
 D = 8

@@ -204,7 +204,7 @@ variable (x : Cell α ι)
 /-- What is served of the cell's weights with the cast's relative errors `e`. -/
 def served (e : ι → α) (t : ι) : α := x.w t * (1 + e t)
 /-- The cell of the cast weights: normalised, with radii larger by `-ln(1 - u)`. -/
-def cast (e : ι → α) (u : α) : Cell α ι :=
+def withCast (e : ι → α) (u : α) : Cell α ι :=
   ⟨x.l, share (x.served e) x.l, fun t => x.r t / (1 - u), fun t => x.a t / (1 + e t)⟩
 
 variable {x} (h : x.Sound) {e : ι → α} {u : α} (he : ∀ t, abs (e t) ≤ u) (hu : u < 1)
@@ -222,7 +222,7 @@ include hu
 
 Code: `witcert_core.meter.kernel_error.kernel_radius` (`cast_radius` covers `-ln(1 - u)`).
 `python: all(1 <= r * a / (1 - cast_unit) / (1 + e) and a / (1 + e) <= r / (1 - cast_unit) for r, a, e in zip(head.cell.r, head.cell.a, cast_errors))` -/
-theorem Sound.cast_sound : (x.cast e u).Sound := by
+theorem Sound.cast_sound : (x.withCast e u).Sound := by
   have hp := fun t => one_add_pos (he t) hu
   have hv := pos_of_sub hu
   have hi := inv_nonneg hv
@@ -248,7 +248,7 @@ theorem Sound.cast_sound : (x.cast e u).Sound := by
 
 Code: `witcert_core.meter.tv.total_variation`.
 `python: close(tilted(share(served_relative), [a / (1 + e) for a, e in zip(head.cell.a, cast_errors)]), head.cell.p)` -/
-theorem Sound.cast_p (t : ι) : (x.cast e u).p t = x.p t := by
+theorem Sound.cast_p (t : ι) : (x.withCast e u).p t = x.p t := by
   have hc := h.cast_sound he hu
   have hp := fun t => (one_add_pos (he t) hu).2
   have e1 : ∀ t, share (x.served e) x.l t * (x.a t / (1 + e t)) = (sum (x.served e) x.l)⁻¹ * (x.w t * x.a t) := fun t => by
@@ -256,12 +256,12 @@ theorem Sound.cast_p (t : ι) : (x.cast e u).p t = x.p t := by
     exact eq_lin (mul_inv_cancel (hp t)) ((sum (x.served e) x.l)⁻¹ * (x.w t * x.a t)) (by
       show _ * (x.w t * (1 + e t)) * (x.a t / (1 + e t)) - _ = _
       ring)
-  have e2 : (x.cast e u).Z = (sum (x.served e) x.l)⁻¹ * x.Z := by
+  have e2 : (x.withCast e u).Z = (sum (x.served e) x.l)⁻¹ * x.Z := by
     show sum (fun t => share (x.served e) x.l t * (x.a t / (1 + e t))) x.l = _
     rw [sum_congr x.l e1, sum_mul]
     exact rfl
   refine (eq_div hc.Z_pos ?_).symm
-  show x.p t * (x.cast e u).Z = share (x.served e) x.l t * (x.a t / (1 + e t))
+  show x.p t * (x.withCast e u).Z = share (x.served e) x.l t * (x.a t / (1 + e t))
   rw [e1, e2, x.p_eq]
   exact eq_lin h.Zu ((sum (x.served e) x.l)⁻¹ * (x.w t * x.a t)) (by ring)
 
@@ -271,12 +271,12 @@ within `u/(1 - u)·‖õ‖` more of exact attention: `‖o - õ‖ ≤ X + u/(1
 Code: `witcert_core.meter.kernel_error.output_error`.
 `python: norm_sq(sub(exact_output, average(served_relative, values))) <= (sqrt_up(norm_sq(sub(exact_output, average(share(served_relative), values)))) + cast_unit / (1 - cast_unit) * sqrt_up(norm_sq(average(served_relative, values)))) ** 2` -/
 theorem Sound.output_served (k : List κ) (vt ve : ι → κ → α) {X N : α}
-    (hX : NormLe k (fun j => sum (fun t => (x.cast e u).p t * ve t j) x.l - sum (fun t => (x.cast e u).w t * vt t j) x.l) X)
+    (hX : NormLe k (fun j => sum (fun t => (x.withCast e u).p t * ve t j) x.l - sum (fun t => (x.withCast e u).w t * vt t j) x.l) X)
     (hN : NormLe k (fun j => sum (fun t => x.served e t * vt t j) x.l) N) :
     NormLe k (fun j => sum (fun t => x.p t * ve t j) x.l - sum (fun t => x.served e t * vt t j) x.l) (X + u / (1 - u) * N) := by
   have n := lost_output_served (h.served_near he hu) hu k vt hN
   refine (hX.add n).congr (fun j => ?_)
-  rw [sum_congr x.l (f := fun t => (x.cast e u).p t * ve t j) (g := fun t => x.p t * ve t j) (fun t => by rw [h.cast_p he hu t])]
+  rw [sum_congr x.l (f := fun t => (x.withCast e u).p t * ve t j) (g := fun t => x.p t * ve t j) (fun t => by rw [h.cast_p he hu t])]
   show _ = sum (fun t => x.p t * ve t j) x.l - sum (fun t => share (x.served e) x.l t * vt t j) x.l
     + (sum (fun t => share (x.served e) x.l t * vt t j) x.l - sum (fun t => x.served e t * vt t j) x.l)
   ring

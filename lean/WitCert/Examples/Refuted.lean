@@ -114,7 +114,7 @@ value radii are 0 and every form says 0. Both weights are rounded down by `2⁻�
 
 Code: `witcert_core.meter.output.output_bound`.
 `python: instance("exact").TV == 0 and instance("exact").A == 1 and sum(w * (1 - Fraction(1, 256)) for w in instance("exact").w) == 1 - Fraction(1, 256)` -/
-theorem lost_mass_left_out : exact.Sound ∧ exact.TV ≤ 0 ∧ (exact.cast (fun _ => -(q 1 256)) (q 1 256)).TV ≤ 0 ∧
+theorem lost_mass_left_out : exact.Sound ∧ exact.TV ≤ 0 ∧ (exact.withCast (fun _ => -(q 1 256)) (q 1 256)).TV ≤ 0 ∧
     ¬ NormLe [true] (fun _ => sum (fun t => exact.p t * 1) exact.l - sum (fun t => exact.served (fun _ => -(q 1 256)) t * 1) exact.l) 0 ∧
     NormLe [true] (fun _ => sum (fun t => exact.p t * 1) exact.l - sum (fun t => exact.served (fun _ => -(q 1 256)) t * 1) exact.l)
       (0 + q 1 256 / (1 - q 1 256) * q 255 256) :=
