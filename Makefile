@@ -21,7 +21,7 @@ PIP := -m pip install --disable-pip-version-check
 SOAK_SECONDS ?= 1800
 JOBS ?= 2
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
-SOURCES := pyproject.toml demo/pyproject.toml $(ADAPTER)/pyproject.toml
+SOURCES := VERSION pyproject.toml demo/pyproject.toml $(ADAPTER)/pyproject.toml
 
 export SGLANG_USE_CPU_ENGINE := 1
 export HF_HUB_OFFLINE := 1
@@ -126,7 +126,7 @@ $(ENVS)/sglang/.ready: $(SOURCES) $(PLUGINS:=/pyproject.toml) plugins/requiremen
 	$(SGLANG)/python $(PIP) -e '.[dev,eval]' -e demo -e $(ADAPTER) $(addprefix -e ,$(PLUGINS))
 	@touch $@
 
-$(ENVS)/vllm/.ready: pyproject.toml demo/pyproject.toml $(PLUGINS:=/pyproject.toml) \
+$(ENVS)/vllm/.ready: VERSION pyproject.toml demo/pyproject.toml $(PLUGINS:=/pyproject.toml) \
 		$(wildcard $(VLLM_ADAPTER)/pyproject.toml $(VLLM_ADAPTER)/*.txt)
 	@echo "Making $(ENVS)/vllm: vLLM 0.32.0 for the CPU. Downloads about 0.8 GB with a CPU build of PyTorch."
 	$(PYTHON) -m venv $(ENVS)/vllm

@@ -7,7 +7,6 @@ everything that can fail is inside `load`, which stops the process instead.
 import importlib.util
 import os
 
-__version__ = "0.1.0"
 POLICY_VARIABLE = "WITCERT_POLICY"
 
 

@@ -19,7 +19,7 @@ from witcert_core.errors import WitCertError
 from witcert_core.policy.model import Policy
 from witcert_core.report.text import format_bytes
 from witcert_core.serving.doctor import Finding, checked, unreadable, verdict
-from witcert_sglang import POLICY_VARIABLE, __version__, refusals
+from witcert_sglang import POLICY_VARIABLE, refusals
 
 if TYPE_CHECKING:
     from witcert_sglang.hooks import Hook
@@ -43,7 +43,8 @@ def examine(model: str | None, policy: Policy) -> list[Finding]:
 
 
 def versions() -> Iterator[Finding]:
-    yield Finding("ok", "adapter", f"witcert-sglang {__version__}, tested with SGLang {refusals.SGLANG_RANGE}")
+    own = version("witcert-sglang")
+    yield Finding("ok", "adapter", f"witcert-sglang {own}, tested with SGLang {refusals.SGLANG_RANGE}")
     try:
         installed = version("sglang")
         refusals.check_version()

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 
 from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.errors import WitCertError
 from witcert_core.policy.model import Policy
 from witcert_core.serving.doctor import Finding, unreadable, verdict
-from witcert_vllm import POLICY_VARIABLE, __version__
+from witcert_vllm import POLICY_VARIABLE
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "witcert"
@@ -38,7 +38,7 @@ def versions() -> Iterator[Finding]:
 
     from witcert_vllm import refusals
 
-    yield Finding("ok", "adapter", f"witcert-vllm {__version__}, tested with vLLM {refusals.VLLM_RANGE}")
+    yield Finding("ok", "adapter", f"witcert-vllm {version('witcert-vllm')}, tested with vLLM {refusals.VLLM_RANGE}")
     try:
         refusals.check_version()
     except WitCertError as error:

@@ -21,6 +21,7 @@ syntax:30 term:31 " ∨ " term:30 : term
 syntax:20 term:21 " ↔ " term:21 : term
 syntax:1024 "¬" term:40 : term
 syntax:35 term:36 " × " term:35 : term
+syntax:67 term:68 " :: " term:67 : term
 macro_rules
   | `($a + $b) => `(binop% HAdd.hAdd $a $b)
   | `($a - $b) => `(binop% HSub.hSub $a $b)
@@ -39,6 +40,7 @@ macro_rules
   | `($a ↔ $b) => `(Iff $a $b)
   | `(¬$a) => `(Not $a)
   | `($a × $b) => `(Prod $a $b)
+  | `($a :: $l) => `(List.cons $a $l)
 
 syntax "if " term " then " term " else " term : term
 macro_rules | `(if $c then $t else $e) => `(ite $c $t $e)
