@@ -234,7 +234,7 @@ def written(twin_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("analyses")
     options = ["--model", str(twin_path), "--quantizers", "int8_dither", "--lengths", "64", "--samples", "1"]
     options += ["--tasks", "multi_key", "--out", str(out)]
-    for command in (["eval", "coverage", "--deltas", "0.01,0.001"], ["eval", "trust"], ["sweep", "layers"]):
+    for command in (["eval", "coverage", "--deltas", "0.01,0.001"], ["eval", "trust"], ["eval", "layers"]):
         assert main([*command, *options]) == 0
     return out
 

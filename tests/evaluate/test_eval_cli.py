@@ -226,7 +226,7 @@ def test_ruler_refuses_in_one_line(options, why, tmp_path: Path, capsys: pytest.
     assert why in line
 
 
-@pytest.mark.parametrize("command", [["eval", "coverage"], ["eval", "trust"], ["sweep", "layers"]])
+@pytest.mark.parametrize("command", [["eval", "coverage"], ["eval", "trust"], ["eval", "layers"]])
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -350,9 +350,9 @@ def test_commands_and_options_of_the_pages_exist(capsys: pytest.CaptureFixture[s
     monkeypatch.setenv("COLUMNS", "200")
     root = Path(__file__).parents[2]
     text = (root / "README.md").read_text() + (root / "docs" / "evaluation.md").read_text()
-    shown = re.findall(r"witcert ((?:eval |sweep )?[a-z]+)((?: --[a-z-]+ [^`\n]*?)?)(?=[`\n]|  )", text)
-    commands = {name: options for name, options in shown if name.split()[0] in ("capacity", "meter", "eval", "sweep")}
-    assert set(commands) >= {"capacity", "meter", "eval ruler", "eval coverage", "eval trust", "sweep layers"}
+    shown = re.findall(r"witcert ((?:eval )?[a-z]+)((?: --[a-z-]+ [^`\n]*?)?)(?=[`\n]|  )", text)
+    commands = {name: options for name, options in shown if name.split()[0] in ("capacity", "meter", "eval")}
+    assert set(commands) >= {"capacity", "meter", "eval ruler", "eval coverage", "eval trust", "eval layers"}
     for name, options in commands.items():
         assert main([*name.split(), "--help"]) == 0
         told = capsys.readouterr().out

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from witcert_core.cli import bounds, capacity, doctor, eval, meter, policy, quantizers, sweep
+from witcert_core.cli import bounds, capacity, doctor, eval, meter, policy, quantizers
 from witcert_core.errors import WitCertError
 
 USER_ERROR = 2
@@ -38,7 +38,6 @@ app = typer.Typer(
 app.add_typer(policy.app, name="policy")
 app.add_typer(bounds.app, name="bounds")
 app.add_typer(eval.app, name="eval")
-app.add_typer(sweep.app, name="sweep")
 app.command(name="quantizers")(quantizers.show)
 app.command()(doctor.doctor)
 app.command(name="capacity")(capacity.show)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -174,26 +174,35 @@ def coverage(
     analyses.write_coverage(found, out, console(), plot=plot)
 
 
-@app.command()
-def trust(
-    model: RequiredModel,
-    quantizers: Quantizers,
-    out: Out,
-    tasks: Tasks = "",
-    lengths: Lengths = "1024",
-    samples: Samples = 8,
-    source: Source = "auto",
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    plot: Plot = True,
-) -> None:
-    """How loose the bound is against the true TV, and how well its ranking finds the answers that are lost."""
-    from witcert_core.evaluate import analyses
+def analyse(kind: Literal["trust", "layers"], text: str) -> None:
+    """Add `witcert eval KIND`, whose help is `text`."""
 
-    specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
-    analyses.prepare(specs, out, plot=plot)
-    inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed)
-    analyses.write_trust(analyses.analyse_trust(inputs, specs, console()), out, console(), plot=plot)
+    @app.command(kind, help=text)
+    def command(
+        model: RequiredModel,
+        quantizers: Quantizers,
+        out: Out,
+        tasks: Tasks = "",
+        lengths: Lengths = "1024",
+        samples: Samples = 8,
+        source: Source = "auto",
+        seed: Seed = 0,
+        dtype: Dtype = "auto",
+        plot: Plot = True,
+    ) -> None:
+        from witcert_core.evaluate import analyses
+
+        specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
+        analyses.prepare(specs, out, plot=plot)
+        inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed)
+        run, write = analyses.ANALYSES[kind]
+        write(run(inputs, specs, console()), out, console(), plot=plot)
+
+
+analyse(
+    "trust", "How loose the bound is against the true TV, and how well its ranking finds the answers that are lost."
+)
+analyse("layers", "Contaminate one layer at a time, then all, then growing prefixes: answers lost, NLL, KL.")
 
 
 def open_inputs(model: str, dtype: str, source: str, tasks: str, lengths: str, samples: int, seed: int) -> Inputs:

@@ -150,3 +150,7 @@ def _write(
     write_json(out / f"{name}.json", found)
     (out / f"{name}.md").write_text(markdown_table(columns, rows) + "\n", encoding="utf-8")
     console.print(rich_table(f"{found['about']['model']}: {name}", columns, rows))
+
+
+ANALYSES = {"trust": (analyse_trust, write_trust), "layers": (analyse_layers, write_layers)}
+"""Those that take nothing but quantizers and samples, by the name of their command."""
