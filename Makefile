@@ -68,12 +68,12 @@ test-eval: $(ENVS)/sglang/.ready
 
 # No decode or extend kernel may spill registers at head_dim 128; needs no GPU.
 spills: $(ENVS)/sglang/.ready
-	$(SGLANG)/python bench/static.py --check
+	$(SGLANG)/python -m bench.static --check
 
 # Registers and spills of every kernel, compiled for three GPU generations; needs no GPU.
 static: $(ENVS)/sglang/.ready
-	$(SGLANG)/python bench/static.py
-	for arch in 80 90 100; do $(SGLANG)/python bench/static_options.py $$arch || exit 1; done
+	$(SGLANG)/python -m bench.static
+	for arch in 80 90 100; do $(SGLANG)/python -m bench.static_options $$arch || exit 1; done
 
 test-sglang: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m pytest tests/sglang
@@ -84,19 +84,19 @@ test-vllm: $(ENVS)/vllm/.ready $(ENVS)/sglang/.ready
 	$(VLLM)/python -m pytest tests/vllm
 
 soak: $(ENVS)/sglang/.ready
-	$(SGLANG)/python bench/sglang/soak.py --seconds $(SOAK_SECONDS)
+	$(SGLANG)/python -m bench.sglang.soak --seconds $(SOAK_SECONDS)
 
 # Capacity, speed, accuracy and repairs in SGLang on this CPU; writes bench/sglang/results.md. About 25 minutes.
 bench-sglang: $(ENVS)/sglang/.ready
-	$(SGLANG)/python bench/sglang/bench.py
+	$(SGLANG)/python -m bench.sglang.bench
 
 # The same in vLLM, and its own caches beside ours; writes bench/vllm/results.md. About 40 minutes.
 bench-vllm: $(ENVS)/vllm/.ready
-	$(VLLM)/python bench/vllm/bench.py
+	$(VLLM)/python -m bench.vllm.bench
 
 # Every measured table and figure of README and docs, made again (about half an hour on two cores).
 figures: $(ENVS)/sglang/.ready
-	$(SGLANG)/python bench/figures.py
+	$(SGLANG)/python -m bench.figures
 	$(SGLANG)/python -m witcert_demo --svg docs/demo.svg
 
 envs: $(ENVS)/core/.ready $(ENVS)/sglang/.ready $(ENVS)/vllm/.ready

@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from shown import FIGURES, ROOT, put_into_pages, read_results, render
 from witcert_demo.run import CHECKPOINT, build_twin
 
+from bench.shown import FIGURES, ROOT, put_into_pages, read_results, render
 from witcert_core.evaluate import analyses
 from witcert_core.evaluate.capacity import DEFAULT_LAYOUTS, capacity
 from witcert_core.evaluate.coverage import SHOWN

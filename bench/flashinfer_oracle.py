@@ -4,7 +4,7 @@ The variant adds ``c`` to each scaled logit, so that ``A = 2^(lse_2 - lse_1)`` w
 project's kernel and another way to sum. It stores ``log A`` less precisely than the meter's own ``expm1`` sums, so it
 is held against them from outside only.
 
-``python bench/flashinfer_oracle.py compile`` builds the module without a GPU (``CUDA_HOME`` with nvcc, and
+``python -m bench.flashinfer_oracle compile`` builds the module without a GPU (``CUDA_HOME`` with nvcc, and
 ``FLASHINFER_CUDA_ARCH_LIST``, e.g. ``9.0a``). ``bench/gpu.sh`` runs it where FlashInfer and a GPU are at hand.
 """
 
@@ -19,8 +19,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
@@ -116,5 +114,5 @@ def log_a(q: Tensor, cache: tuple[Tensor, Tensor], table: PageTable, radii: Tens
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["compile"]:
-        sys.exit("usage: python bench/flashinfer_oracle.py compile")
+        sys.exit("usage: python -m bench.flashinfer_oracle compile")
     print(compile_module())

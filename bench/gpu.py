@@ -14,16 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 DRY_RUN = "--dry-run" in sys.argv
 if DRY_RUN:
     # Triton reads it at import.
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch  # noqa: E402
-from gpu_correct import KEY, LAYER, check_dtype  # noqa: E402
-from gpu_peers import PAGE, PEERS  # noqa: E402
 
+from bench.gpu_correct import KEY, LAYER, check_dtype  # noqa: E402
+from bench.gpu_peers import PAGE, PEERS  # noqa: E402
 from witcert_core.cache.bands import band_map  # noqa: E402
 from witcert_core.kernels.append import append_int8  # noqa: E402
 from witcert_core.kernels.decode import Workspace, decode_int8  # noqa: E402

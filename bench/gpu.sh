@@ -4,4 +4,4 @@
 # (--dry-run: tiny shapes under Triton's interpreter, nothing written).
 set -eu
 cd "$(dirname "$0")/.."
-exec timeout 360 "${PYTHON:-python3}" bench/gpu.py "$@"
+exec timeout 360 "${PYTHON:-python3}" -m bench.gpu "$@"

@@ -1,6 +1,6 @@
 """Compile every kernel for sm_80, sm_90 and sm_100 without a GPU and write ``bench/static.md``.
 
-Run without ``TRITON_INTERPRET``: ``python bench/static.py [--check]``. Registers and spills are what ptxas
+Run without ``TRITON_INTERPRET``: ``python -m bench.static [--check]``. Registers and spills are what ptxas
 says of the generated PTX. ``--check`` compiles the decode and extend kernels at D = 128 alone, writes nothing and
 fails if one spills; without it the whole table is held to that, at D = 64 too. A second table counts the instructions
 of the decode kernels' loops (``static_loop.py``).
@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from static_loop import Loop, loop_table
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 import witcert_core.kernels.host.launch as launch
 import witcert_core.kernels.host.slack as slack
+from bench.static_loop import Loop, loop_table
 from witcert_core.kernels.append.triton import append_kernel
 from witcert_core.kernels.certify.triton import certify_split
 from witcert_core.kernels.decode.launch import tile_shape

@@ -1,6 +1,6 @@
 """Compile every kernel with all its options on, and in the dtypes the table leaves out: nothing may fail to compile.
 
-``python bench/static_options.py [80|90|100]``, without ``TRITON_INTERPRET``; prints registers and spills.
+``python -m bench.static_options [80|90|100]``, without ``TRITON_INTERPRET``; prints registers and spills.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import triton.language as tl
-from static import Case, all_cases, build
 
+from bench.static import Case, all_cases, build
 from witcert_core.kernels.host import launch
 from witcert_core.kernels.repair.triton import repair_kernel
 

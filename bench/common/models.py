@@ -1,6 +1,6 @@
 """The models of a bench: the shipped one, its outlier twin, and one with heads of 128 channels and random weights.
 
-Capacity and speed do not ask what the last one says. `python bench/common/models.py DST` writes it.
+Capacity and speed do not ask what the last one says. `python -m bench.common.models DST` writes it.
 """
 
 from __future__ import annotations

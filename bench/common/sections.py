@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from common.report import Columns, markdown
+from bench.common.report import Columns, markdown
 
 Rows = list[dict[str, Any]]
 Sections = Mapping[str, Callable[[], Rows]]
@@ -23,7 +23,7 @@ Sections = Mapping[str, Callable[[], Rows]]
 
 
 def main(
-    script: str,
+    module: str,
     about: str | None,
     head: str,
     shown: Mapping[str, tuple[str, Columns]],
@@ -32,7 +32,7 @@ def main(
     """The command line of a bench.
 
     Args:
-        script: path of the script, as a user types it; results go beside it as results.json and results.md.
+        module: its name, as a user types it; results go beside it as results.json and results.md.
         about: its help.
         head: what the page begins with.
         shown: title and columns of every section.
@@ -42,7 +42,7 @@ def main(
     parser.add_argument("--only", action="append", default=[], choices=list(shown), help="may be given again")
     parser.add_argument("--per-task", type=int, default=8, help="questions of each of the three tasks (default 8)")
     parser.add_argument("--num-tokens", type=int, default=256, help="length of a prompt (default 256)")
-    parser.add_argument("--out", type=Path, default=Path(script).with_name("results.md"))
+    parser.add_argument("--out", type=Path, default=Path(module.replace(".", "/")).with_name("results.md"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     stored = options.out.with_suffix(".json")
@@ -55,7 +55,7 @@ def main(
             rows = measure()
             results[name] = {
                 "rows": rows,
-                "command": f"python {script} --only {name} {asked}",
+                "command": f"python -m {module} --only {name} {asked}",
                 "date": datetime.date.today().isoformat(),
                 "minutes": round((time.monotonic() - begun) / 60, 1),
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, "

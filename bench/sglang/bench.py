@@ -9,14 +9,10 @@ import functools
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import answers
-import capacity
-import gates_offline
-import speed
-from common import accuracy, report
-from common.models import Models
-from common.sections import Sections, main
+from bench.common import accuracy, report
+from bench.common.models import Models
+from bench.common.sections import Sections, main
+from bench.sglang import answers, capacity, gates_offline, speed
 
 HEAD = "# SGLang on a CPU, measured\n\nWritten by `make bench-sglang`; the figures are in `results.json`."
 SHOWN = {
@@ -55,4 +51,4 @@ def sections(work: Path, per_task: int, num_tokens: int) -> Sections:
 
 
 if __name__ == "__main__":
-    sys.exit(main("bench/sglang/bench.py", __doc__, HEAD, SHOWN, sections))
+    sys.exit(main("bench.sglang.bench", __doc__, HEAD, SHOWN, sections))

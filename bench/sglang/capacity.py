@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common.models import KV_HEADS, LAYERS, PACKED
 from witcert_demo.servers import running_server
+
+from bench.common.models import KV_HEADS, LAYERS, PACKED
 
 SIZES = re.compile(r"#tokens: (\d+), K size: ([\d.]+) GB, V size: ([\d.]+) GB")
 

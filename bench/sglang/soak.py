@@ -1,4 +1,4 @@
-"""Half an hour of load on real servers, or as long as asked: `python bench/sglang/soak.py --seconds 1800`.
+"""Half an hour of load on real servers, or as long as asked: `python -m bench.sglang.soak --seconds 1800`.
 
 Two servers, one after the other: one that observes, with shared prefixes, and one that repairs, without (a repair of a
 shared block rightly changes what its neighbours read). Clients ask at random, break off at random, and the pool holds

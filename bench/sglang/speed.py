@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common.speed import CLIENTS, NEW, POLICIES, fresh_prompts, in_turn
 from witcert_demo.servers import Server, running_server
+
+from bench.common.speed import CLIENTS, NEW, POLICIES, fresh_prompts, in_turn
 
 
 def generate(server: Server, ids: list[int]) -> int:

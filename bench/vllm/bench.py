@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import caches
-import capacity
-import speed
-from common import accuracy, report
-from common.models import Models
-from common.sections import Sections, main
-from engines import running_engine
 from witcert_demo.tally import Asked
 from witcert_demo.tasks import Sample
+
+from bench.common import accuracy, report
+from bench.common.models import Models
+from bench.common.sections import Sections, main
+from bench.vllm import caches, capacity, speed
+from bench.vllm.engines import running_engine
 
 HEAD = "# vLLM on a CPU, measured\n\nWritten by `make bench-vllm`; the figures are in `results.json`."
 SHOWN = {
@@ -67,4 +65,4 @@ def sections(work: Path, per_task: int, num_tokens: int) -> Sections:
 
 
 if __name__ == "__main__":
-    sys.exit(main("bench/vllm/bench.py", __doc__, HEAD, SHOWN, sections))
+    sys.exit(main("bench.vllm.bench", __doc__, HEAD, SHOWN, sections))

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.accuracy import total
-from engines import running_engine
 from witcert_demo.tasks import Sample
+
+from bench.common.accuracy import total
+from bench.vllm.engines import running_engine
 
 METERED = {"prefill_reads": "stored", "meter": {"stride": 1, "audit_every": 1}}
 OPTIONS = {"dtype": "float32", "kv_cache_memory_bytes": 32 << 20}

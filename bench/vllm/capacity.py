@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.models import PACKED
-from engines import running_engine
+from bench.common.models import PACKED
+from bench.vllm.engines import running_engine
 
 MEMORY = 256 << 20
 

@@ -61,7 +61,7 @@ def running_engine(
         written = str(path)
     case, log = work / f"{name}.json", work / f"{name}.log"
     case.write_text(json.dumps({"model": str(model), "policy": written, "triton": triton, "options": options}))
-    command = [sys.executable, str(Path(__file__).with_name("engine_process.py")), str(case)]
+    command = [sys.executable, "-m", "bench.vllm.engine_process", str(case)]
     with (
         log.open("w") as sink,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True) as process,

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common.speed import NEW, POLICIES, fresh_prompts, in_turn
-from engines import Engine, running_engine
+from bench.common.speed import NEW, POLICIES, fresh_prompts, in_turn
+from bench.vllm.engines import Engine, running_engine
 
 OPTIONS = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": False}
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_dry_run_goes_through_every_check_and_every_measurement() -> None:
     before = (ROOT / "bench" / "gpu.md").read_text()
-    command = [sys.executable, "bench/gpu.py", "--dry-run"]
+    command = [sys.executable, "-m", "bench.gpu", "--dry-run"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout + run.stderr
     done, planned = re.findall(r"checks: (\d+) of (\d+) passed", run.stdout)[0]

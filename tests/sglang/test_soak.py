@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.sglang
-SOAK = Path(__file__).parents[2] / "bench" / "sglang" / "soak.py"
+ROOT = Path(__file__).parents[2]
 
 
 def test_ninety_seconds_of_load() -> None:
-    done = subprocess.run([sys.executable, SOAK, "--seconds", "90"], capture_output=True, text=True, timeout=900)
+    command = [sys.executable, "-m", "bench.sglang.soak", "--seconds", "90"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     observing, repairing = (json.loads(line) for line in done.stdout.splitlines())
     for phase in (observing, repairing):

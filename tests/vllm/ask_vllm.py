@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "vllm"))
-from engine_process import let_triton_run_here
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from bench.vllm.engine_process import let_triton_run_here
 
 
 def runner_name(worker: Any) -> str:

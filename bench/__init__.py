@@ -1,0 +1,1 @@
+"""Measurements by hand and for the documentation: `python -m bench.NAME` in the repository."""

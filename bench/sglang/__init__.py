@@ -1,0 +1,1 @@
+"""SGLang on this CPU: load, capacity, speed, accuracy and repairs."""
