@@ -73,15 +73,7 @@ def radius_dither(
     Returns:
         float64 ``[H, S]``.
     """
-    if not 0.0 <= delta_loc < 1.0:
-        raise BudgetError(f"delta_loc is {delta_loc}; it must lie in [0, 1), 0 for the deterministic radius")
-    if delta_loc > 0.0 and num_visible < 1:
-        raise InputError(f"num_visible is {num_visible}; a cell sees at least one token")
-    law = dither_law(q, scales, sm_scale, group)
-    if delta_loc == 0.0:
-        return law.certain
-    tail = math.sqrt(2.0 * math.log(2.0 * num_visible / delta_loc)) * SUM_UP
-    return torch.minimum(law.certain, tail * law.sigma + law.bias)
+    return dither_law(q, scales, sm_scale, group).radius(delta_loc, num_visible)
 
 
 @dataclass(frozen=True)
@@ -97,6 +89,18 @@ class DitherLaw:
     sigma: Tensor
     bias: Tensor
     certain: Tensor
+
+    def radius(self, delta_loc: float, num_visible: int) -> Tensor:
+        """Float64 ``[H, S]``: the smaller of `certain` and what holds for all of `num_visible` tokens at once with
+        probability ``1 - delta_loc``."""
+        if not 0.0 <= delta_loc < 1.0:
+            raise BudgetError(f"delta_loc is {delta_loc}; it must lie in [0, 1), 0 for the deterministic radius")
+        if delta_loc == 0.0:
+            return self.certain
+        if num_visible < 1:
+            raise InputError(f"num_visible is {num_visible}; a cell sees at least one token")
+        tail = math.sqrt(2.0 * math.log(2.0 * num_visible / delta_loc)) * SUM_UP
+        return torch.minimum(self.certain, tail * self.sigma + self.bias)
 
 
 def dither_law(q: Tensor, scales: Tensor, sm_scale: float, group: int = GROUP) -> DitherLaw:

@@ -1,191 +1,26 @@
-"""Side tensors of one rank: what the meter must remember about every slot of the cache, and the radii read from them.
+"""Side tensors of one rank: what the meter must remember about every slot of the cache, layer by layer.
 
-Shapes: SLOTS slots of the engine's pool, N slots written, S slots read, Hkv local KV heads, H = G * Hkv query heads,
-D head_dim, Dv v_head_dim, B bands, Gr = ceil(D / 32) groups.
+Shapes: SLOTS slots of the engine's pool, N slots written, Hkv local KV heads, D head_dim, Dv v_head_dim.
 
 Every slot starts *unknown* (radius infinity, meter 1) and becomes so again whenever a write cannot be accounted for.
 A write replaces whatever the slot said before, so a reused slot never keeps the radius of its former token. Small
-writes wait until somebody asks (`waiting.py`); every way to the side tensors of a layer leads through `_settled`.
+writes wait until somebody asks (`write_queue.py`); every way to the side tensors of a layer leads through `_settled`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from witcert_core.cache.bands import BandMap
-from witcert_core.cache.norm_codes import decode_norm, encode_norm_up, value_codes, witness_codes
-from witcert_core.cache.packed import checked_scales, half_step_radius
-from witcert_core.cache.radii import DitherLaw, dither_law, radius_dither, radius_group_witness, radius_witness
-from witcert_core.cache.sketch import Sketch, decode_sketch, encode_sketch, value_bands
+from witcert_core.cache.layer_witness import EXACT_CODE, DitherSlots, LayerWitness, SketchSlots, WitnessSlots
+from witcert_core.cache.norm_codes import UNKNOWN_CODE
+from witcert_core.cache.outliers import SIXTEEN_BIT
 from witcert_core.cache.write_queue import Write, WriteQueue, joined
 from witcert_core.quantizers.base import Encoded, Quantizer
-from witcert_core.quantizers.dither import group_witness_codes
-
-UNKNOWN_CODE = 255  # decodes to +inf
-EXACT_CODE = 0  # decodes to 0
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-
-
-def dithered_value_radius(encoded: Encoded, stored: Tensor) -> Tensor:
-    """rho [N, Hkv] float64: what the scales alone promise, plus the storage rounding.
-
-    The packed layout keeps no norm of V's residual, so neither does its stand-in here.
-    """
-    rounding = (stored.double() - encoded.values.double()).square().sum(-1).sqrt()
-    return half_step_radius(encoded.scales, encoded.values.shape[-1]) + rounding
-
-
-@dataclass
-class LayerWitness:
-    """One layer's side tensors; also the `Radii` that `meter.measure` asks.
-
-    witness [SLOTS, Hkv, B] uint8: band norms of (stored - exact) for a witness quantizer; of the storage rounding
-    (stored - decoded codes) for a dithered one kept in a 16-bit pool; None where that rounding is in the dither term.
-    value_witness [SLOTS, Hkv] uint8: norm of (stored - exact) of V.
-    scales [SLOTS, Hkv, Gr] float16 and group_witness [SLOTS, Hkv, Gr] uint8: dithered quantizers only.
-    key_sketch, value_sketch: estimates of (stored - exact); the witnesses are then of what they miss.
-    """
-
-    bands: BandMap
-    value_witness: Tensor
-    witness: Tensor | None = None
-    scales: Tensor | None = None
-    group_witness: Tensor | None = None
-    sketch_bits: int = 0
-    value_bands: BandMap | None = None
-    key_sketch: Sketch | None = None
-    value_sketch: Sketch | None = None
-
-    def tensors(self) -> list[Tensor]:
-        """Everything that is remembered about a slot."""
-        return self._zero_when_exact() + [s.codes for s in (self.key_sketch, self.value_sketch) if s is not None]
-
-    def _zero_when_exact(self) -> list[Tensor]:
-        kept = [t for t in (self.witness, self.value_witness, self.scales, self.group_witness) if t is not None]
-        return kept + [s.steps for s in (self.key_sketch, self.value_sketch) if s is not None]
-
-    def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
-        """c [H, S] float64 for q [H, D] float64 over the tokens in `slots` [S]; +inf where the slot is unknown."""
-        parts: list[Tensor] = []
-        if self.scales is not None:
-            scales = self.scales[slots]
-            c = radius_dither(q, scales, sm_scale, delta_loc, slots.numel())
-            if self.group_witness is not None:
-                stored = radius_group_witness(q, scales, self.group_witness[slots], sm_scale)
-                c = torch.minimum(c, stored)
-            parts.append(c)
-        if self.witness is not None:
-            parts.append(radius_witness(q, self.witness[slots], self.bands, sm_scale))
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
-
-    def dither_law(self, q: Tensor, slots: Tensor, sm_scale: float) -> DitherLaw | None:
-        """What the dither says of the errors that `key_radius` bounds, [H, S]; None for other quantizers."""
-        if self.scales is None:
-            return None
-        scales = self.scales[slots]
-        law = dither_law(q, scales, sm_scale)
-        certain = law.certain
-        if self.group_witness is not None:
-            certain = torch.minimum(certain, radius_group_witness(q, scales, self.group_witness[slots], sm_scale))
-        if self.witness is None:
-            return replace(law, certain=certain)
-        rounding = radius_witness(q, self.witness[slots], self.bands, sm_scale)
-        return DitherLaw(law.sigma, law.bias + rounding, certain + rounding)
-
-    def joint_key_radius(self, q: Tensor, slots: Tensor, sm_scale: float) -> Tensor | None:
-        """Part of `meter.JointRadii`: the witnesses of R rows side by side."""
-        if self.witness is None or self.scales is not None:
-            return None
-        return radius_witness(q, self.witness[slots].flatten(1, 2), self.bands, sm_scale)
-
-    def value_radius(self, slots: Tensor) -> Tensor:
-        """rho [S, Hkv] float64 >= ||stored v - exact v||, or of what the sketch misses of it."""
-        return decode_norm(self.value_witness[slots])
-
-    def residuals(self, slots: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Estimates of (stored - exact) of K [S, Hkv, D] and V [S, Hkv, Dv], float64; None without sketches."""
-        if self.key_sketch is None or self.value_sketch is None or self.value_bands is None:
-            return None
-        k, v = (Sketch(s.codes[slots], s.steps[slots]) for s in (self.key_sketch, self.value_sketch))
-        return decode_sketch(k, self.bands, self.sketch_bits), decode_sketch(v, self.value_bands, self.sketch_bits)
-
-    def head(self, kv_head: int) -> LayerWitness:
-        """The same side tensors for one KV head only (Hkv = 1), sharing memory with these."""
-        only = slice(kv_head, kv_head + 1)
-        witness, scales, group_witness = (
-            None if t is None else t[:, only] for t in (self.witness, self.scales, self.group_witness)
-        )
-        key_sketch, value_sketch = (
-            None if s is None else Sketch(s.codes[:, only], s.steps[:, only])
-            for s in (self.key_sketch, self.value_sketch)
-        )
-        return replace(
-            self,
-            value_witness=self.value_witness[:, only],
-            witness=witness,
-            scales=scales,
-            group_witness=group_witness,
-            key_sketch=key_sketch,
-            value_sketch=value_sketch,
-        )
-
-    def at(self, slots: Tensor, device: torch.device) -> LayerWitness:
-        """Copies of the side tensors of `slots` [S] only, one after the other, on `device`."""
-
-        def of(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[slots].to(device)
-
-        key_sketch, value_sketch = (
-            None if s is None else Sketch(s.codes[slots].to(device), s.steps[slots].to(device))
-            for s in (self.key_sketch, self.value_sketch)
-        )
-        return replace(
-            self,
-            value_witness=self.value_witness[slots].to(device),
-            witness=of(self.witness),
-            scales=of(self.scales),
-            group_witness=of(self.group_witness),
-            key_sketch=key_sketch,
-            value_sketch=value_sketch,
-        )
-
-    def is_exact(self, slots: Tensor) -> Tensor:
-        """bool [S]: whether keys and values of every head here have radius 0 in `slots` [S]."""
-        return self.exact_heads(slots).all(1)
-
-    def exact_heads(self, slots: Tensor) -> Tensor:
-        """bool [S, Hkv]: heads whose key and value have radius 0 in `slots` [S], so that nothing differs there."""
-        exact = self.value_witness[slots] == 0
-        if bool(exact.any()):  # of a cache whose every token is quantized this is all there is to ask
-            for tensor in self._zero_when_exact():
-                exact &= (tensor[slots] == 0).flatten(2).all(2) if tensor.dim() > 2 else tensor[slots] == 0
-        return exact
-
-    def mark_exact(self, slots: Tensor) -> None:
-        """The cache holds exactly what the run handed over in `slots`."""
-        self.fill(slots, EXACT_CODE)
-
-    def fill(self, slots: Tensor, code: int) -> None:
-        """Mark `slots` exact (EXACT_CODE) or unknown (UNKNOWN_CODE)."""
-        self.value_witness[slots] = code
-        if self.witness is not None:
-            self.witness[slots] = code
-        if self.group_witness is not None:
-            self.group_witness[slots] = code
-        if self.scales is not None:
-            self.scales[slots] = 0.0 if code == EXACT_CODE else float("inf")
-        for sketch in (self.key_sketch, self.value_sketch):
-            if sketch is not None:
-                sketch.steps[slots] = 0
-
 
 Recorder = Callable[[LayerWitness, Write], None]
 
@@ -193,10 +28,10 @@ Recorder = Callable[[LayerWitness, Write], None]
 class WitnessStore:
     """The side tensors of all metered layers of one rank.
 
-    recorder: what keeps the norms of a write in the place of torch, at once; for a store without dither and sketches.
+    recorder: what keeps the norms of a write in the place of torch, at once; for a store of `WitnessSlots`.
     layers: global layer ids. storage_dtype: the dtype of the engine's pool. sketch_bits: 0, or bits a channel of the
-    residuals' sketches. With `keep_exact` the exact K and V of
-    every slot are kept as well (2 * SLOTS * Hkv * D elements a layer), which is what an audit compares against.
+    residuals' sketches. With `keep_exact` the exact K and V of every slot are kept as well (SLOTS * Hkv * (D + Dv)
+    elements a layer), which is what an audit compares against.
     """
 
     def __init__(
@@ -214,42 +49,24 @@ class WitnessStore:
         sketch_bits: int = 0,
         device: str | torch.device = "cpu",
     ) -> None:
-        self.quantizer = quantizer
         self.bands = bands
         self.storage_dtype = storage_dtype
         # With sketches a dithered quantizer is one like any other: what is kept is the error it made, not its law.
         self.dithered = quantizer.tier == "probabilistic" and not sketch_bits
-        self.sketch_bits = sketch_bits
-        self.value_bands = value_bands(v_head_dim)
-        num_groups = -(-head_dim // 32)
 
         def tensor(*tail: int, value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((num_slots, num_kv_heads, *tail), value, dtype=dtype, device=device)
 
-        def sketch(channels: int, num_bands: int) -> Sketch | None:
-            if not sketch_bits:
-                return None
-            width = -(-channels * sketch_bits // 8)
-            return Sketch(tensor(width, value=0, dtype=torch.uint8), tensor(num_bands, value=0, dtype=torch.uint8))
+        def slots() -> LayerWitness:
+            if sketch_bits:
+                return SketchSlots.unknown_of(tensor, bands, v_head_dim, sketch_bits)
+            if not self.dithered:
+                return WitnessSlots.unknown(tensor, bands)
+            # In a 32-bit pool the dither term's own slack covers the rounding of s * (code - u); see `radii.py`.
+            rounds = storage_dtype in SIXTEEN_BIT
+            return DitherSlots.unknown(tensor, bands, stored_witness=quantizer.stored_witness, rounds_storage=rounds)
 
-        # In a 32-bit pool the dither term's own slack covers the rounding of s * (code - u); see `radii.py`.
-        with_witness = not self.dithered or storage_dtype in SIXTEEN_BIT
-        self._layers = {
-            layer: LayerWitness(
-                bands=bands,
-                value_witness=tensor(value=UNKNOWN_CODE, dtype=torch.uint8),
-                witness=tensor(bands.num_bands, value=UNKNOWN_CODE, dtype=torch.uint8) if with_witness else None,
-                scales=tensor(num_groups, value=float("inf"), dtype=torch.float16) if self.dithered else None,
-                group_witness=tensor(num_groups, value=UNKNOWN_CODE, dtype=torch.uint8)
-                if self.dithered and quantizer.stored_witness
-                else None,
-                sketch_bits=sketch_bits,
-                value_bands=self.value_bands,
-                key_sketch=sketch(head_dim, bands.num_bands),
-                value_sketch=sketch(v_head_dim, self.value_bands.num_bands),
-            )
-            for layer in layers
-        }
+        self._layers = {layer: slots() for layer in layers}
         self._waiting = {layer: WriteQueue() for layer in layers}
         self.recorder: Recorder | None = None
         shape = (num_slots, num_kv_heads)
@@ -338,49 +155,7 @@ class WitnessStore:
 
     def _account(self, side: LayerWitness, write: Write) -> None:
         for piece in write.split():
-            self._remember(side, piece)
-
-    def _remember(self, side: LayerWitness, write: Write) -> None:
-        slots = write.slots
-        if write.encoded_v is None or not self.dithered:
-            missed = self._sketched(side.value_sketch, slots, write.exact_v, write.stored_v, self.value_bands)
-            side.value_witness[slots] = value_codes(write.exact_v, missed)
-        else:
-            checked = replace(write.encoded_v, scales=checked_scales(write.encoded_v, write.exact_v))
-            codes = encode_norm_up(dithered_value_radius(checked, write.stored_v))
-            unknown = codes == UNKNOWN_CODE
-            if bool(unknown.any()):  # no scale says it, or none of float16's can: what was stored does
-                codes = torch.where(unknown, value_codes(write.exact_v, write.stored_v), codes)
-            side.value_witness[slots] = codes
-        if self.dithered:
-            self._write_dithered(side, write)
-        elif side.witness is not None:
-            missed = self._sketched(side.key_sketch, slots, write.exact_k, write.stored_k, self.bands)
-            side.witness[slots] = witness_codes(write.exact_k, missed, self.bands)
-
-    def _sketched(self, sketch: Sketch | None, slots: Tensor, exact: Tensor, stored: Tensor, bands: BandMap) -> Tensor:
-        """Sketch (stored - exact) into `slots` and return the corrected tensor; without a sketch `stored` itself."""
-        if sketch is None:
-            return stored
-        made = encode_sketch(stored.to(torch.float64) - exact.to(torch.float64), bands, self.sketch_bits)
-        sketch.codes[slots], sketch.steps[slots] = made.codes, made.steps
-        return stored.to(torch.float64) - decode_sketch(made, bands, self.sketch_bits)
-
-    def _write_dithered(self, side: LayerWitness, write: Write) -> None:
-        slots, encoded = write.slots, write.encoded_k
-        if encoded is None or side.scales is None:
-            pairs = (write.exact_k, write.stored_k), (write.exact_v, write.stored_v)
-            alike = [((exact == stored) & exact.isfinite()).flatten(1).all(1) for exact, stored in pairs]
-            same = torch.stack(alike).all(0)
-            side.fill(slots[same], EXACT_CODE)
-            side.fill(slots[~same], UNKNOWN_CODE)
-            return
-        scales = checked_scales(encoded, write.exact_k)
-        side.scales[slots] = scales
-        if side.group_witness is not None:
-            side.group_witness[slots] = group_witness_codes(write.exact_k, encoded.values, scales)
-        if side.witness is not None:
-            side.witness[slots] = witness_codes(encoded.values, write.stored_k, self.bands)
+            side.remember(piece)
 
     def keep(self, layer: int, slots: Tensor, exact_k: Tensor, exact_v: Tensor) -> None:
         """Keep the exact tensors of `slots` for audits, if this store keeps any."""

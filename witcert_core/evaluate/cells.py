@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from witcert_core.cache.witness_store import LayerWitness
+from witcert_core.cache.layer_witness import DitherSlots
 from witcert_core.errors import InputError
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.audit import Read
@@ -22,6 +22,7 @@ from witcert_core.meter.bounds import FORM_NAMES, joint
 from witcert_core.meter.budget import Budget
 from witcert_core.meter.cells import bounds_of
 from witcert_core.meter.measure import measure_rows
+from witcert_core.meter.protocols import Radii
 from witcert_core.meter.sums import AccField
 from witcert_core.meter.tv import softmax_with_sink
 from witcert_core.serving.calls import AttentionCall
@@ -116,14 +117,12 @@ class FormProbe:
         self._parts.append({name: value.flatten() for name, value in found.items()})
 
     @staticmethod
-    def _joint(
-        q: Tensor, slots: Tensor, read: Read, radii: LayerWitness, spec: AttentionSpec, delta_loc: float
-    ) -> Tensor:
+    def _joint(q: Tensor, slots: Tensor, read: Read, radii: Radii, spec: AttentionSpec, delta_loc: float) -> Tensor:
         """`bounds.joint` [H] of the row q [H, D] that sees `slots` [S]; 1 where no dither bounds its errors."""
-        query = q.to(torch.float64)
-        law = radii.dither_law(query, slots, abs(spec.sm_scale)) if delta_loc > 0 else None
-        if law is None:
+        if delta_loc == 0 or not isinstance(radii, DitherSlots):
             return torch.ones(len(q), dtype=torch.float64)
+        query = q.to(torch.float64)
+        law = radii.dither_law(query, slots, abs(spec.sm_scale))
         weights = softmax_with_sink(spec.logits(query, read(slots)[0].to(torch.float64)), spec.sinks)
         sigma, bias, certain = (
             torch.nn.functional.pad(x, (0, weights.shape[-1] - x.shape[-1])) for x in (law.sigma, law.bias, law.certain)

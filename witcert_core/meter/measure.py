@@ -166,8 +166,7 @@ def key_radii(
     """Float64 ``[R * H, S]`` for ``q [R, H, D]`` of the rows side by side, 0 where ``unseen`` says so."""
     if len(batch.rows) > 1 and not any(delta_loc) and isinstance(radii, JointRadii):
         joint = radii.joint_key_radius(q.flatten(0, 1), batch.slots, sm_scale)
-        if joint is not None:
-            return joint if unseen is None else joint.masked_fill(unseen, 0.0)
+        return joint if unseen is None else joint.masked_fill(unseen, 0.0)
     # Row by row: under the dither law a radius depends on how many tokens its own row sees.
     slots = [batch.slots[:count, i] for i, count in enumerate(batch.lengths)]
     each = zip(q, slots, delta_loc, strict=True)

@@ -34,9 +34,6 @@ class Radii(Protocol):
 class JointRadii(Protocol):
     """Radii that can be had of several rows at once."""
 
-    def joint_key_radius(self, q: Tensor, slots: Tensor, sm_scale: float) -> Tensor | None:
-        """As `Radii.key_radius`, none spent: float64 ``[R * H, S]`` for ``q [R * H, D]`` and ``slots [S, R]``.
-
-        None where they can only be had row by row.
-        """
+    def joint_key_radius(self, q: Tensor, slots: Tensor, sm_scale: float) -> Tensor:
+        """As `Radii.key_radius`, none spent: float64 ``[R * H, S]`` for ``q [R * H, D]`` and ``slots [S, R]``."""
         ...

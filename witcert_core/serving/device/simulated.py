@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from witcert_core.cache.layer_witness import DitherSlots, LayerWitness, WitnessSlots
 from witcert_core.cache.protocols import Pool
-from witcert_core.cache.witness_store import LayerWitness
 from witcert_core.cache.write_queue import Write
 from witcert_core.kernels.certify import FP8, certify
 from witcert_core.kernels.host.backend import kernels_serve
@@ -93,8 +93,8 @@ class Rows:
 
 def _record(side: LayerWitness, write: Write) -> None:
     """The norms of what a write lost, in two launches: torch takes some thirty, which small passes wait to share."""
-    if side.witness is None:
-        raise RuntimeError("a cache of witnesses has none")
+    if not isinstance(side, WitnessSlots):
+        raise RuntimeError("the kernel records witnesses alone")
     record_witness(
         write.exact_k,
         write.exact_v,
@@ -173,7 +173,7 @@ class KernelSimulated(SimulatedCache):
         spec = call.spec
         arithmetic = spec.kernel(q.dtype, k.dtype, v.dtype)
         law: dict[str, Any] = {}
-        if side.scales is not None:
+        if isinstance(side, DitherSlots):
             law = {"steps": self._paged(side.scales), "delta_loc": spend_down(deltas, q.device)}
         found = certify(
             q if q.dtype == k.dtype or k.dtype in FP8 else q.float(),
