@@ -6,13 +6,14 @@ Write a quantizer    quantizer (decorator), Quantizer, QuantContext, RotarySpec,
                      CalibratedQuantizer, DitheredQuantizer, Encoded, check_quantizer
 Plug in              hookimpl, CellEvent
 Configure            Policy, load_policy
-Measure              measure, AttentionSpec, CellBatch
+Measure              meter, measure, AttentionSpec, CellBatch
 Report               RequestLedger, render_sentence, render_table
 Errors               WitCertError (base), PolicyError, QuantizerError, PluginError, UnsupportedError
 """
 
 from witcert_core import _torch  # noqa: F401
 from witcert_core.errors import PluginError, PolicyError, QuantizerError, UnsupportedError, WitCertError
+from witcert_core.evaluate.metering import meter
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.cells import CellBatch
 from witcert_core.meter.measure import measure
@@ -56,6 +57,7 @@ __all__ = [
     "hookimpl",
     "load_policy",
     "measure",
+    "meter",
     "quantizer",
     "render_sentence",
     "render_table",

@@ -110,17 +110,17 @@ class Oracle(BlockRepairer):
 
 
 def use_oracle(engine: OfflineEngine) -> None:
-    assert engine.cache is not None
-    before = engine.cache.repairer
+    assert engine.passes.cache is not None
+    before = engine.passes.cache.repairer
     assert before is not None
-    engine.cache.repairer = Oracle(
+    engine.passes.cache.repairer = Oracle(
         Observe(), before.store, before.copies, block_size=before.block_size, max_pagein_bytes=None
     )
 
 
 def forget_repairs(engine: OfflineEngine) -> None:
     """Put back, after every pass, what was stored before its repairs: the traffic of a gate without persistence."""
-    cache, pool = engine.cache, engine.pool
+    cache, pool = engine.passes.cache, engine.passes.pool
     assert cache is not None
     undo: list[Callable[[], None]] = []
     plain_restore, plain_forward = pool.restore, engine.forward

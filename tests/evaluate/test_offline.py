@@ -233,17 +233,17 @@ def test_prompt_rows_read_what_is_stored_when_the_policy_says_so(original: Loade
 
 
 def test_what_cannot_be_metered_is_refused(original: LoadedModel, tmp_path):
-    with pytest.raises(UnsupportedError, match="outside an offline engine's pass"):
+    with pytest.raises(UnsupportedError, match="outside a pass of the meter"):
         original.model(input_ids=torch.tensor([[1, 2]]))
     engine = OfflineEngine(original, policy("none"), 8)
     module, x = original.model.model.layers[0].self_attn, torch.zeros(1, 2, 3, 64)
-    with bridge.running(engine):
+    with bridge.running(engine.passes):
         with pytest.raises(UnsupportedError, match=r"passes \['position_bias'\]"):
             bridge.attention(module, x, x, x, None, position_bias=x)
         with pytest.raises(UnsupportedError, match="a mask of its own"):
             bridge.attention(module, x, x, x, x)
-        with pytest.raises(UnsupportedError, match="a batch of 2"):
-            bridge.attention(module, *[torch.cat([x, x])] * 3, None)
+        with pytest.raises(UnsupportedError, match=r"dropout 0\.1"):
+            bridge.attention(module, x, x, x, None, dropout=0.1)
     packed = parse_policy({"version": 1, "quantizer": {"name": "int8_dither", "storage": "packed"}})
     with pytest.raises(UnsupportedError, match="simulated"):
         OfflineEngine(original, packed, 8)

@@ -28,7 +28,7 @@ class Engine(Protocol):
     """Whoever attends for the pass that is running."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        """Outputs [N, H, Dv] for q [N, H, D] and the new tokens' k [N, Hkv, D] and v [N, Hkv, Dv]."""
+        """Outputs [B, N, H, Dv] for q [B, N, H, D] and the new tokens' k [B, N, Hkv, D] and v [B, N, Hkv, Dv]."""
         ...
 
 
@@ -36,14 +36,20 @@ class _Running:
     engine: Engine | None = None
 
 
+def attend_with(engine: Engine | None) -> None:
+    """Attention calls belong to `engine` from now on; to None, to nobody."""
+    _Running.engine = engine
+
+
 @contextmanager
 def running(engine: Engine) -> Iterator[None]:
     """Attention calls of the block belong to `engine`."""
-    before, _Running.engine = _Running.engine, engine
+    before = _Running.engine
+    attend_with(engine)
     try:
         yield
     finally:
-        _Running.engine = before
+        attend_with(before)
 
 
 def register() -> None:
@@ -54,23 +60,23 @@ def register() -> None:
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, H, N, D], key and value [1, Hkv, N, D]; returns [1, N, H, Dv].
+    """transformers' attention interface: query [B, H, N, D], key and value [B, Hkv, N, D]; returns [B, N, H, Dv].
 
     Raises:
         UnsupportedError: no pass is running, or the call asks for what the meter does not follow.
     """
     engine, layer = _Running.engine, module.layer_idx
     if engine is None:
-        raise UnsupportedError("the metered attention was called outside an offline engine's pass")
+        raise UnsupportedError("the metered attention was called outside a pass of the meter")
     odd = sorted(name for name, given in options.items() if name not in _KNOWN and given is not None)
     if odd or attention_mask is not None:
         raise UnsupportedError(
             f"layer {layer} passes {odd or 'a mask of its own'} to its attention, which the meter does not follow"
         )
-    if query.shape[0] != 1 or options.get("dropout") or options.get("is_causal") is False:
+    if options.get("dropout") or options.get("is_causal") is False:
         raise UnsupportedError(
-            f"layer {layer} attends to a batch of {query.shape[0]} with dropout {options.get('dropout')}, "
-            f"is_causal {options.get('is_causal')}; offline passes hold one request, causal and without dropout"
+            f"layer {layer} attends with dropout {options.get('dropout')}, is_causal {options.get('is_causal')}; "
+            "metered is causal attention without dropout: model.eval()"
         )
     window, scaling = options.get("sliding_window"), options.get("scaling")
     spec = AttentionSpec(
@@ -79,8 +85,8 @@ def attention(
         window_left=-1 if window is None else int(window) - 1,
         sinks=options.get("s_aux"),
     )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return engine.attend(layer, q, k, v, spec)[None], None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return engine.attend(layer, q, k, v, spec), None
 
 
 def cache_argument(model: Any) -> str:

@@ -1,0 +1,149 @@
+"""Forward passes of a transformers model, of one request or a padded batch, as the runtime takes them.
+
+Shapes: B requests side by side, COLUMNS places of each in a pass; N tokens of all requests in it, S tokens of a request
+so far; H query heads, Hkv KV heads, D head_dim, Dv v_head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from witcert_core.errors import UnsupportedError
+from witcert_core.evaluate.offline.attention import causal_attention
+from witcert_core.evaluate.offline.model import LoadedModel
+from witcert_core.evaluate.offline.pool import TensorPool
+from witcert_core.evaluate.offline.rotary import rotary_tables
+from witcert_core.meter.attention import AttentionSpec
+from witcert_core.policy.model import Policy
+from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.passes import RequestPass, RowPlan
+from witcert_core.serving.runtime import Runtime
+from witcert_core.serving.storage.simulated import SimulatedCache
+
+Probe = Callable[[AttentionCall, RowPlan, SimulatedCache], None]
+"""Called after every attention call with metered rows, with the cache as they left it."""
+
+
+@dataclass(frozen=True)
+class BatchPass:
+    """What a pass computes, of the B * COLUMNS places that attention is handed.
+
+    requests: those with a token in it. places [N]: where their new tokens stand, request by request. attends_quantized:
+    for each request, whether its new tokens attend their quantized selves. behind: request number -> padded places
+    behind its text; they attend to all of it, as they do in transformers, and belong to no request.
+    """
+
+    requests: Sequence[RequestPass]
+    places: Tensor
+    attends_quantized: Sequence[bool]
+    behind: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def new_slots(self) -> list[Tensor]:
+        """The slots of each request's new tokens."""
+        return [r.slots[r.slots.numel() - r.new_tokens :] for r in self.requests]
+
+
+class Passes:
+    """The passes of `loaded` under `policy`, over a pool of `num_slots` tokens: an engine of the same runtime as in a
+    server, and the `bridge.Engine` that attends for it."""
+
+    def __init__(
+        self, engine: str, loaded: LoadedModel, policy: Policy, num_slots: int, probe: Probe | None = None
+    ) -> None:
+        if policy.quantizer.storage != "simulated":
+            raise UnsupportedError(
+                f"quantizer.storage is {policy.quantizer.storage!r}; offline the cache is simulated: set 'simulated'"
+            )
+        geometry = loaded.geometry(num_slots)
+        self.pool = TensorPool(geometry)
+        self.cache: SimulatedCache | None = None
+        self.probe = probe
+
+        def make_cache(encoder: Encoder) -> SimulatedCache:
+            self.cache = SimulatedCache(policy, geometry, self.pool, encoder)
+            return self.cache
+
+        quantizer = policy.resolved_quantizer
+        tables = None
+        if quantizer.space == "pre_rope":
+            tables = rotary_tables(loaded.model, geometry.head_dim, num_slots)
+        self.runtime = Runtime(engine, policy, quantizer, geometry, make_cache, None, tables=tables)
+        self._running: BatchPass | None = None
+
+    def begin(self, batch: BatchPass) -> None:
+        """The model is about to compute `batch`."""
+        self._running = batch
+        if batch.requests:
+            self.runtime.begin(batch.requests, torch.cat(batch.new_slots))
+
+    def end(self) -> dict[int, str]:
+        """Count the pass; of the requests whose gate gave up, by number in the pass, why."""
+        batch, self._running = self._running, None
+        step = self.runtime.end() if batch is not None and batch.requests else None
+        return {} if step is None else step.count(self.runtime.ledger, set(range(len(step.request_ids))))
+
+    def abandon(self) -> None:
+        """The pass failed: nothing of it is counted."""
+        self._running = None
+        self.runtime.abandon()
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """One layer of the pass that is running; see `bridge.Engine`. Places of padding before a text get zeros."""
+        batch = self._running
+        if batch is None:
+            raise UnsupportedError(f"layer {layer} attends outside a pass that was announced")
+        if not batch.requests:
+            return q.new_zeros(*q.shape[:3], v.shape[-1])
+        dtype = self.runtime.geometry.pool_dtype
+        queries, (exact_k, exact_v) = q.flatten(0, 1), (x.flatten(0, 1)[batch.places].to(dtype) for x in (k, v))
+        slots = torch.cat(batch.new_slots)
+        behind: dict[int, Tensor] = {}
+
+        def run(new_k: Tensor | None, new_v: Tensor | None) -> Tensor:
+            pair = (exact_k, exact_v) if new_k is None or new_v is None else (new_k, new_v)
+            self.pool.write(layer, slots, *pair)
+            outputs, first = [], 0
+            for number, request in enumerate(batch.requests):
+                own = batch.places[first : first + request.new_tokens]
+                first += request.new_tokens
+                seen = self.pool.read(layer, request.slots)
+                outputs.append(causal_attention(queries[own], *seen, spec))
+                for place in batch.behind.get(number, ()):
+                    behind[place] = causal_attention(queries[place : place + 1], *seen, spec)[0]
+            return torch.cat(outputs)
+
+        call = AttentionCall(
+            layer=layer,
+            q=queries[batch.places],
+            exact_k=exact_k,
+            exact_v=exact_v,
+            slots=slots,
+            positions=torch.cat(
+                [torch.arange(r.slots.numel() - r.new_tokens, r.slots.numel()) for r in batch.requests]
+            ),
+            run=run,
+            attends_quantized=self._attends_quantized(batch),
+            spec=spec,
+        )
+        plan = self.runtime.plan
+        made = self.runtime.attend(call)
+        if self.probe is not None and plan is not None and plan.rows and self.cache is not None:
+            self.probe(call, plan, self.cache)
+        out = made.new_zeros(len(queries), *made.shape[1:])
+        out[batch.places] = made
+        for place, output in behind.items():
+            out[place] = output
+        return out.view(*q.shape[:2], *out.shape[1:])
+
+    def _attends_quantized(self, batch: BatchPass) -> bool | Tensor:
+        early = batch.attends_quantized
+        if len(set(early)) == 1:
+            return early[0]
+        counts = torch.tensor([r.new_tokens for r in batch.requests])
+        return torch.tensor(early).repeat_interleave(counts)
