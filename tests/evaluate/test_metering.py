@@ -37,18 +37,18 @@ def padded(prompts: list[list[int]], side: str) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
 
 
-def assert_alike(mine: Any, theirs: Any, where: str = "") -> None:
+def assert_alike(mine: Any, theirs: Any, rel: float, where: str = "") -> None:
     """Two summaries but for who made them; numbers up to the order in which a batch is multiplied."""
     if isinstance(theirs, dict):
         assert mine.keys() == theirs.keys(), where
         for key in theirs.keys() - OF_A_NAME:
-            assert_alike(mine[key], theirs[key], f"{where}.{key}")
+            assert_alike(mine[key], theirs[key], rel, f"{where}.{key}")
     elif isinstance(theirs, list):
         assert len(mine) == len(theirs), where
         for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-            assert_alike(one, other, f"{where}[{number}]")
+            assert_alike(one, other, rel, f"{where}[{number}]")
     elif isinstance(theirs, float):
-        assert mine == pytest.approx(theirs, rel=5e-3, abs=1e-6), where
+        assert mine == pytest.approx(theirs, rel=rel, abs=1e-6), where
     else:
         assert mine == theirs, where
 
@@ -58,18 +58,18 @@ def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "sections"),
+    ("name", "sections", "rel"),
     [
-        ("int4_token_group", {}),
-        ("kivi", {}),
-        ("kvquant", {}),
-        ("int4_token_group", {"prefill_reads": "stored"}),
-        ("fp8_e4m3_cast", {"gate": {"kind": "certified"}}),
-        ("int8_dither", {}),
+        ("int4_token_group", {}, 1e-3),
+        ("kivi", {}, 1e-3),
+        ("kvquant", {}, 0.05),  # its levels are fitted, to keys that differ in their last bits
+        ("int4_token_group", {"prefill_reads": "stored"}, 1e-3),
+        ("fp8_e4m3_cast", {"gate": {"kind": "certified"}}, 1e-3),
+        ("int8_dither", {}, 1e-3),
     ],
 )
 def test_a_padded_batch_is_metered_as_its_requests_alone(
-    twin: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str, sections: dict[str, Any]
+    twin: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str, sections: dict[str, Any], rel: float
 ) -> None:
     """Also when one ends before the others, and is fed padding until they do."""
     monkeypatch.setattr("secrets.randbits", lambda _bits: 5)
@@ -82,7 +82,7 @@ def test_a_padded_batch_is_metered_as_its_requests_alone(
         alone = OfflineEngine(twin, chosen, 256).generate("alone", prompt, 10)
         assert out[number, 160:].tolist()[: len(alone.ids)] == alone.ids
         jsonschema.validate(m.summary(number), load_schema("request"))
-        assert_alike(m.summary(number), alone.summary)
+        assert_alike(m.summary(number), alone.summary, rel)
         assert m.summary(number)["audit"]["violations"] == m.summary(number)["audit"]["mismatches"] == 0
         assert m.summary(number)["audit"]["cells"] > 0
 

@@ -61,6 +61,9 @@ class MeteredCache(bridge.CountingCache):
             raise UnsupportedError(CLOSED)
         return key, value
 
+    def get_query_offset(self, _layer: int = 0) -> NoReturn:
+        raise UnsupportedError(CLOSED)  # asked for a mask, which the metered attention does not take
+
     def reorder_cache(self, _beam_idx: Tensor) -> NoReturn:
         raise UnsupportedError(BEAMS)
 
