@@ -100,10 +100,10 @@ class Tally:
 
 def merge_worst(old: Grid, new: list[list[float | str | None]]) -> Grid:
     """The larger bound of each (layer, head); a cell nobody measured, or that read exact tokens only, stays None."""
-    new = [[bound if isinstance(bound, float | int) else None for bound in row] for row in new]
+    bounds = [[bound if isinstance(bound, float | int) else None for bound in row] for row in new]
     if not old:
-        return new
+        return bounds
     return [
         [b if a is None else a if b is None else max(a, b) for a, b in zip(row_a, row_b, strict=True)]
-        for row_a, row_b in zip(old, new, strict=True)
+        for row_a, row_b in zip(old, bounds, strict=True)
     ]

@@ -100,7 +100,7 @@ class Trainer:
             logits = self.model.logits(self.model.hidden(ids[:, :-1])[is_answer[:, 1:]])
         targets = ids[:, 1:][is_answer[:, 1:]]
         loss = F.cross_entropy(logits.float(), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

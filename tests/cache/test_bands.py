@@ -14,7 +14,9 @@ from witcert_core.quantizers.rotary import RotarySpec
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, None), (80, None), (96, 32), (64, 0), (20, 6)])
 @pytest.mark.parametrize("num_bands", [1, 3, 16, 64])
-def test_bands_are_unions_of_pairs_and_leave_pass_through_channels_apart(head_dim, rotary_dim, interleaved, num_bands):
+def test_bands_are_unions_of_pairs_and_leave_pass_through_channels_apart(
+    head_dim: int, rotary_dim: int | None, interleaved: bool, num_bands: int
+) -> None:
     spec = RotarySpec(head_dim, rotary_dim, interleaved)
     bands = band_map(spec, num_bands)
     of_pair = bands.channel_band[spec.pair_channels()]
@@ -25,16 +27,16 @@ def test_bands_are_unions_of_pairs_and_leave_pass_through_channels_apart(head_di
     assert bool(passed) == (spec.dim < head_dim)
 
 
-def test_the_band_of_a_pair_is_floor_i_b_over_n():
+def test_the_band_of_a_pair_is_floor_i_b_over_n() -> None:
     bands = band_map(RotarySpec(128), 16)
     assert bands.channel_band[:64].tolist() == [i * 16 // 64 for i in range(64)]
 
 
-def test_the_last_group_may_be_short():
+def test_the_last_group_may_be_short() -> None:
     assert group_map(80).channel_band.bincount().tolist() == [32, 32, 16]
 
 
-def test_norms_equal_a_plain_loop_in_any_leading_shape():
+def test_norms_equal_a_plain_loop_in_any_leading_shape() -> None:
     bands = band_map(RotarySpec(24, 12), 4)
     x = torch.randn(2, 3, 24)
     for b in range(bands.num_bands):
@@ -42,7 +44,7 @@ def test_norms_equal_a_plain_loop_in_any_leading_shape():
 
 
 @pytest.mark.parametrize("size", [1e-300, 5e-324, 1e300])
-def test_no_square_is_lost_to_underflow_or_overflow(size):
+def test_no_square_is_lost_to_underflow_or_overflow(size: float) -> None:
     bands = BandMap(torch.tensor([0, 0, 1, 1]), 2)
     norms = bands.norms(torch.tensor([3 * size, 4 * size, 1.0, 0.0], dtype=torch.float64))
     assert norms[0].item() == pytest.approx(5 * size)
@@ -50,7 +52,7 @@ def test_no_square_is_lost_to_underflow_or_overflow(size):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_channel_spoils_its_own_band_only(bad):
+def test_a_bad_channel_spoils_its_own_band_only(bad: float) -> None:
     norms = BandMap(torch.tensor([0, 0, 1]), 2).norms(torch.tensor([bad, 1.0, 2.0]))
     assert not norms[0].isfinite()
     assert norms[1].item() == 2.0
@@ -68,7 +70,7 @@ MAPS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MAPS)
-def test_norms_of_differences_are_rounded_up_and_no_more(name, dtype):
+def test_norms_of_differences_are_rounded_up_and_no_more(name: str, dtype: torch.dtype) -> None:
     bands = MAPS[name]
     gen = torch.Generator().manual_seed(len(name))
     scale = torch.logspace(-4, 4, 60)[:, None, None]
@@ -88,7 +90,7 @@ def test_norms_of_differences_are_rounded_up_and_no_more(name, dtype):
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_bad_difference_spoils_its_own_band_only(name, bad):
+def test_a_bad_difference_spoils_its_own_band_only(name: str, bad: float) -> None:
     bands = MAPS[name]
     x = torch.ones(2, bands.head_dim)
     x[1, 0] = bad
@@ -98,7 +100,7 @@ def test_a_bad_difference_spoils_its_own_band_only(name, bad):
     assert torch.equal(~norms.isfinite(), spoilt)
 
 
-def test_regular_maps_are_known_as_such():
+def test_regular_maps_are_known_as_such() -> None:
     assert {name: bands._grid for name, bands in MAPS.items()} == {
         "neox": (2, 4),
         "interleaved": (1, 8),
@@ -109,7 +111,7 @@ def test_regular_maps_are_known_as_such():
     }
 
 
-def test_bad_maps_are_refused():
+def test_bad_maps_are_refused() -> None:
     with pytest.raises(InputError, match="every band"):
         BandMap(torch.tensor([0, 2]), 3)
     with pytest.raises(InputError, match="num_bands is 0"):
@@ -134,7 +136,9 @@ def test_bad_maps_are_refused():
         ("engine", 128, 0, 16),
     ],
 )
-def test_32_bands_are_kept_where_they_add_a_sixteenth_of_the_bytes_at_most(name, head_dim, bits, bands):
+def test_32_bands_are_kept_where_they_add_a_sixteenth_of_the_bytes_at_most(
+    name: str, head_dim: int, bits: int, bands: int
+) -> None:
     quantizer, rotary = quantizer_registry().get(name), RotarySpec(head_dim)
     assert choose_bands(quantizer, rotary, head_dim, bits) == bands
     assert [choose_bands(quantizer, rotary, head_dim, bits, wanted) for wanted in (16, 32)] == [16, 32]
@@ -144,7 +148,7 @@ def test_32_bands_are_kept_where_they_add_a_sixteenth_of_the_bytes_at_most(name,
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3_cast", "int4_token_group"])
-def test_32_bands_bound_tighter_and_never_below_the_truth(name):
+def test_32_bands_bound_tighter_and_never_below_the_truth(name: str) -> None:
     """Halves of a band: its norm is at most the sum that Cauchy-Schwarz makes of them, for any query."""
     torch.manual_seed(0)
     spec = RotarySpec(128)

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from witcert_core.cache import radii
 from witcert_core.cache.bands import band_map, group_map
@@ -21,14 +22,16 @@ SPECS = [
 ]
 
 
-def logit_errors(q, exact, stored, sm_scale):
+def logit_errors(q: Tensor, exact: Tensor, stored: Tensor, sm_scale: float) -> Tensor:
     """Signed errors [H, S] in float64."""
     group = q.shape[0] // exact.shape[1]
     residual = (stored.double() - exact.double()).repeat_interleave(group, dim=1)
     return torch.einsum("hd,shd->hs", q.double(), residual) * sm_scale
 
 
-def dithered(tokens, kv_heads, dim, seed, scale=None):
+def dithered(
+    tokens: int, kv_heads: int, dim: int, seed: int, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, kv_heads, dim, generator=gen)
     if scale is not None:
@@ -40,7 +43,7 @@ def dithered(tokens, kv_heads, dim, seed, scale=None):
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("group", [1, 4])
-def test_witness_radius_covers_every_logit(spec, group):
+def test_witness_radius_covers_every_logit(spec: RotarySpec, group: int) -> None:
     bands = band_map(spec, 6)
     exact = torch.randn(60, 2, spec.head_dim).to(torch.bfloat16)
     stored = (exact.float() + 0.1 * torch.randn(exact.shape)).to(torch.float8_e4m3fn).float()
@@ -51,7 +54,7 @@ def test_witness_radius_covers_every_logit(spec, group):
     assert bool((c >= error.abs()).all())
 
 
-def test_witness_radius_is_tight_along_the_residual():
+def test_witness_radius_is_tight_along_the_residual() -> None:
     """A query parallel to the residual in every band: only the rounding of the code is lost."""
     bands = band_map(RotarySpec(32), 4)
     residual = torch.randn(1, 1, 32)
@@ -61,7 +64,7 @@ def test_witness_radius_is_tight_along_the_residual():
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_a_witness_taken_before_the_rotation_needs_the_right_pairing(spec):
+def test_a_witness_taken_before_the_rotation_needs_the_right_pairing(spec: RotarySpec) -> None:
     """One pair per band, so that a wrong pairing cannot pass by luck."""
     right = band_map(spec, spec.n_pairs)
     wrong = band_map(RotarySpec(spec.head_dim, spec.rotary_dim, not spec.interleaved), spec.n_pairs)
@@ -79,7 +82,7 @@ def test_a_witness_taken_before_the_rotation_needs_the_right_pairing(spec):
     assert broken > 0
 
 
-def test_collapsing_the_bands_would_be_far_looser():
+def test_collapsing_the_bands_would_be_far_looser() -> None:
     bands = band_map(RotarySpec(128), 16)
     residual = torch.zeros(1, 1, 128)
     residual[..., 0] = 1.0
@@ -91,7 +94,7 @@ def test_collapsing_the_bands_would_be_far_looser():
 
 
 @pytest.mark.parametrize("dim", [32, 80, 128])
-def test_group_witness_radius_covers_and_beats_the_half_step(dim):
+def test_group_witness_radius_covers_and_beats_the_half_step(dim: int) -> None:
     exact, stored, scales = dithered(300, 2, dim, seed=1)
     q = torch.randn(4, dim)
     codes = dither.group_witness_codes(exact, stored, scales)
@@ -101,7 +104,7 @@ def test_group_witness_radius_covers_and_beats_the_half_step(dim):
 
 
 @pytest.mark.parametrize("dim", [32, 80, 128])
-def test_half_step_radius_holds_for_the_worst_query(dim):
+def test_half_step_radius_holds_for_the_worst_query(dim: int) -> None:
     exact, stored, scales = dithered(500, 1, dim, seed=2)
     for n in range(0, 500, 25):
         q = (stored[n] - exact[n]).sign() * (1.0 + torch.rand(dim))
@@ -109,7 +112,7 @@ def test_half_step_radius_holds_for_the_worst_query(dim):
         assert bool((c >= logit_errors(q, exact, stored, 0.3).abs()).all())
 
 
-def test_dither_radius_is_the_formula():
+def test_dither_radius_is_the_formula() -> None:
     _, _, scales = dithered(5, 1, 80, seed=4)
     q = torch.randn(1, 80, dtype=torch.float64)
     s = scales.double()[:, 0]
@@ -128,7 +131,7 @@ def test_dither_radius_is_the_formula():
     torch.testing.assert_close(radii.radius_dither(q, scales, 0.1, 0.0, 100)[0], certain, rtol=1e-9, atol=0)
 
 
-def test_dither_radius_fails_no_more_often_than_its_share():
+def test_dither_radius_fails_no_more_often_than_its_share() -> None:
     """delta_loc = 0.2 over 200 rows of 16 tokens: at most a fifth of the rows may contain a failure."""
     rows, tokens, failed, reached = 200, 16, 0, 0.0
     exact, stored, scales = dithered(rows * tokens, 1, 64, seed=5)
@@ -143,7 +146,7 @@ def test_dither_radius_fails_no_more_often_than_its_share():
     assert reached > 0.7  # the radius is not merely loose
 
 
-def test_more_tokens_and_less_delta_widen_the_radius():
+def test_more_tokens_and_less_delta_widen_the_radius() -> None:
     _, _, scales = dithered(5, 1, 128, seed=6)
     q = torch.randn(1, 128)
     base = radii.radius_dither(q, scales, 1.0, 1e-4, 5)
@@ -151,7 +154,7 @@ def test_more_tokens_and_less_delta_widen_the_radius():
     assert bool((radii.radius_dither(q, scales, 1.0, 1e-6, 5) > base).all())
 
 
-def test_the_unknown_is_infinite_in_every_tier():
+def test_the_unknown_is_infinite_in_every_tier() -> None:
     bands, groups = band_map(RotarySpec(32), 4), group_map(32)
     codes = torch.zeros(3, 1, 4, dtype=torch.uint8)
     codes[1, 0, 2] = 255
@@ -177,14 +180,14 @@ def test_the_unknown_is_infinite_in_every_tier():
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_arithmetic_radius_covers_fp32_dot_products(dim):
+def test_arithmetic_radius_covers_fp32_dot_products(dim: int) -> None:
     q, k = torch.randn(4, dim) * 10, torch.randn(500, 2, dim) * torch.logspace(-3, 3, 500)[:, None, None]
     single = torch.einsum("hd,shd->hs", q, k.repeat_interleave(2, dim=1)) * 0.1
     exact = torch.einsum("hd,shd->hs", q.double(), k.double().repeat_interleave(2, dim=1)) * 0.1
     assert bool((arithmetic_radius(q, k, 0.1) >= (single.double() - exact).abs()).all())
 
 
-def test_wrong_arguments_are_refused():
+def test_wrong_arguments_are_refused() -> None:
     scales = torch.ones(1, 1, 1, dtype=torch.float16)
     with pytest.raises(BudgetError, match=r"delta_loc is 1\.0"):
         radii.radius_dither(torch.zeros(1, 32), scales, 1.0, 1.0, 1)

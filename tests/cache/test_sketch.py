@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,9 +21,10 @@ from witcert_core.meter.cells import CellBatch
 from witcert_core.meter.measure import measure
 from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
 from witcert_core.policy.plugins import quantizer_registry
-from witcert_core.quantizers.base import QuantContext
+from witcert_core.quantizers.base import Kind, QuantContext
 from witcert_core.quantizers.rotary import RotarySpec
 
+KINDS: tuple[Kind, Kind] = ("k", "v")
 HKV, G, D, TOKENS = 2, 2, 64, 48
 SCALE = D**-0.5
 BANDS = band_map(RotarySpec(D))
@@ -50,7 +53,7 @@ class Cache:
         self.store = make_store(name, bits)
         context = QuantContext(head_ids=(0, 1), head_dim=D, rotary=RotarySpec(D), storage_dtype=torch.float32)
         quantizer = quantizer_registry().get(name)
-        self.exact = {x: torch.randn(TOKENS, HKV, D, generator=gen) * (loud if x == "k" else 1.0) for x in "kv"}
+        self.exact = {x: torch.randn(TOKENS, HKV, D, generator=gen) * (loud if x == "k" else 1.0) for x in KINDS}
         self.stored = {
             x: quantizer.fake_quantize(e.clone(), kind=x, layer=0, positions=torch.arange(TOKENS), ctx=context)
             for x, e in self.exact.items()
@@ -68,7 +71,7 @@ class Cache:
             stored_v=self.stored["v"],
         )
 
-    def cells(self, form: str = "auto", **options: object) -> CellBatch:
+    def cells(self, form: str = "auto", **options: Any) -> CellBatch:
         rows = len(self.q)
         return measure(
             self.q,
@@ -173,8 +176,10 @@ def test_no_direction_of_the_rest_breaks_the_bound(seed: int, bits: int, outlier
     cache = Cache("int4_token_group", bits, seed, outliers)
     estimate = cache.store[0].residuals(torch.arange(TOKENS))
     assert estimate is not None
-    norms = (cache.store[0].witness[:TOKENS].double() - 160) / 8
-    radius = torch.where(cache.store[0].witness[:TOKENS] == 0, 0.0, torch.exp2(norms))
+    witness = cache.store[0].witness
+    assert witness is not None
+    norms = (witness[:TOKENS].double() - 160) / 8
+    radius = torch.where(witness[:TOKENS] == 0, 0.0, torch.exp2(norms))
     sign = torch.where(torch.rand(TOKENS, 1, 1, generator=torch.Generator().manual_seed(seed)) < 0.5, -1.0, 1.0)
     for row in range(len(cache.q)):
         head = seed % (HKV * G)

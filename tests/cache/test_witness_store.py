@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from witcert_core.cache.norm_codes import UNKNOWN_CODE
 from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.meter.protocols import JointRadii
 from witcert_core.policy.plugins import quantizer_registry
-from witcert_core.quantizers.base import DitheredQuantizer, Encoded, QuantContext
+from witcert_core.quantizers.base import DitheredQuantizer, Encoded, Kind, QuantContext
 from witcert_core.quantizers.dither import DitherKey
+from witcert_core.quantizers.int8_dither import Int8Dither
 from witcert_core.quantizers.rotary import RotarySpec
 
+KINDS: tuple[Kind, Kind] = ("k", "v")
 HKV, G, LAYER = 2, 3, 5
 SCALE = 0.11
 BUILT_IN = (
@@ -69,8 +72,8 @@ def written(
         exact = exact.to(dtype)
         given = exact.float()
         if isinstance(quantizer, DitheredQuantizer):
-            codes[kind] = quantizer.encode(given, kind=kind, layer=LAYER, positions=torch.arange(20), ctx=context)
-            fake = codes[kind].values
+            encoded = quantizer.encode(given, kind=kind, layer=LAYER, positions=torch.arange(20), ctx=context)
+            codes[kind], fake = encoded, encoded.values
         else:
             fake = quantizer.fake_quantize(given, kind=kind, layer=LAYER, positions=torch.arange(20), ctx=context)
         tensors[f"exact_{kind}"], tensors[f"stored_{kind}"] = exact, fake.to(dtype)
@@ -157,7 +160,7 @@ def test_exact_are_the_heads_in_which_nothing_differs_neither_keys_nor_values(na
 @pytest.mark.parametrize("name", ["int8_dither", "int8_dither_w"])
 def test_a_dithered_layer_left_unquantized_is_exact_or_unknown(name: str) -> None:
     side, slots, t = written(name, 64, torch.float32)
-    exact = {"exact_k": t["exact_k"], "exact_v": t["exact_v"], "stored_v": t["exact_v"]}
+    exact: dict[str, Any] = {"exact_k": t["exact_k"], "exact_v": t["exact_v"], "stored_v": t["exact_v"]}
     changed = t["exact_k"].clone()
     changed[0, 0, 0] += 1e-3
     side.write(LAYER, slots, **exact, stored_k=changed)
@@ -172,7 +175,7 @@ def test_an_unquantized_token_of_a_dithered_layer_is_exact_in_keys_and_values_or
     kind: str, spoilt: float
 ) -> None:
     side, slots, t = written("int8_dither", 64, torch.float32)
-    same = {x: t["exact_" + x[-1]].clone() for x in t}
+    same: dict[str, Any] = {x: t["exact_" + x[-1]].clone() for x in t}
     same[f"stored_{kind}"][3, 1, 2] += spoilt
     if math.isinf(spoilt):  # stored as handed over, but no number
         same[f"exact_{kind}"] = same[f"stored_{kind}"]
@@ -184,10 +187,10 @@ def test_an_unquantized_token_of_a_dithered_layer_is_exact_in_keys_and_values_or
 
 def test_spoiled_keys_are_unknown() -> None:
     side, slots, t = written("int4_token_group", 64, torch.float32)
-    bad = t["stored_k"].clone()
-    bad[0, 0, 3] = math.nan
-    bad[1, 1, 3] = math.inf
-    side.write(LAYER, slots, **{**t, "stored_k": bad})
+    t["stored_k"][0, 0, 3] = math.nan
+    t["stored_k"][1, 1, 3] = math.inf
+    given: dict[str, Any] = t
+    side.write(LAYER, slots, **given)
     radius = side[LAYER].key_radius(torch.ones(G * HKV, 64, dtype=torch.float64), slots, SCALE, 0.0)
     assert radius[:G, 0].isinf().all()
     assert radius[G:, 1].isinf().all()
@@ -210,7 +213,7 @@ def test_exact_copies_and_bytes() -> None:
 
 def liar(side: WitnessStore, slots: Tensor, t: dict[str, Tensor], factor: float) -> None:
     """Write codes whose declared scales are `factor` times too small for what they give back."""
-    quantizer = quantizer_registry().get("int8_dither")
+    quantizer = Int8Dither()
     context = QuantContext(
         head_ids=tuple(range(HKV)),
         head_dim=64,
@@ -221,7 +224,7 @@ def liar(side: WitnessStore, slots: Tensor, t: dict[str, Tensor], factor: float)
     )
     coded = {
         kind: quantizer.encode(t[f"exact_{kind}"], kind=kind, layer=LAYER, positions=torch.arange(20), ctx=context)
-        for kind in "kv"
+        for kind in KINDS
     }
     small = {kind: Encoded(e.codes, (e.scales / factor).half(), e.values) for kind, e in coded.items()}
     stored = {f"stored_{kind}": e.values for kind, e in coded.items()}

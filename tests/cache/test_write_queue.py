@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from witcert_core.cache.bands import band_map
 from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.cache.write_queue import MAX_WAITING, PIECE, SMALL
 from witcert_core.policy.plugins import quantizer_registry
-from witcert_core.quantizers.base import DitheredQuantizer, Encoded, QuantContext
+from witcert_core.quantizers.base import DitheredQuantizer, QuantContext
 from witcert_core.quantizers.dither import DitherKey
 from witcert_core.quantizers.rotary import RotarySpec
 
@@ -35,7 +36,7 @@ def store(name: str, sketch_bits: int = 0, slots: int = SLOTS) -> WitnessStore:
     )
 
 
-def tokens(name: str, count: int, seed: int) -> dict[str, Tensor | Encoded | None]:
+def tokens(name: str, count: int, seed: int) -> dict[str, Any]:
     """Exact and stored K and V of some tokens, with the codes of a dithered quantizer."""
     gen = torch.Generator().manual_seed(seed)
     quantizer = quantizer_registry().get(name)
@@ -47,10 +48,10 @@ def tokens(name: str, count: int, seed: int) -> dict[str, Tensor | Encoded | Non
         pass_ids=torch.full((count,), seed + 1),
         dither_key=DitherKey(seed=1, nonce=2, dp_rank=0),
     )
-    made: dict[str, Tensor | Encoded | None] = {}
+    made: dict[str, Any] = {}
     for kind in ("k", "v"):
         exact = torch.randn(count, HKV, D, generator=gen) * 3
-        place = {"kind": kind, "layer": LAYER, "positions": torch.arange(count), "ctx": ctx}
+        place: dict[str, Any] = {"kind": kind, "layer": LAYER, "positions": torch.arange(count), "ctx": ctx}
         made[f"exact_{kind}"] = exact
         if isinstance(quantizer, DitheredQuantizer):
             codes = quantizer.encode(exact, **place)
@@ -81,8 +82,10 @@ def test_waiting_changes_nothing(name: str, sketch_bits: int, seed: int) -> None
         made = tokens(name, count, 100 * seed + step)
         for one in (lazy, asked):
             if action == "write":
-                given = {key: value.clone() if isinstance(value, Tensor) else value for key, value in made.items()}
-                one.write(LAYER, slots.clone(), **given)  # type: ignore[arg-type]
+                given: dict[str, Any] = {
+                    key: value.clone() if isinstance(value, Tensor) else value for key, value in made.items()
+                }
+                one.write(LAYER, slots.clone(), **given)
                 for value in given.values():  # an engine uses the memory again
                     if isinstance(value, Tensor):
                         value.fill_(1e3)
@@ -102,7 +105,7 @@ def test_few_tokens_wait_and_never_long() -> None:
     waiting = store("int4_token_group", slots=4 * MAX_WAITING)
     side = waiting._layers[LAYER]
     for number in range(3 * MAX_WAITING):
-        waiting.write(LAYER, torch.tensor([number]), **tokens("int4_token_group", 1, number))  # type: ignore[arg-type]
+        waiting.write(LAYER, torch.tensor([number]), **tokens("int4_token_group", 1, number))
         unknown = (side.value_witness[: number + 1, 0] == 255).sum()
         assert unknown <= MAX_WAITING, "more than the limit lie in memory"
         if number == 5:
@@ -114,19 +117,19 @@ def test_long_writes_are_accounted_for_in_pieces_alike() -> None:
     count = 3 * PIECE // (HKV * D) + 7
     made = tokens("int8_token_group", count, 1)
     whole = store("int8_token_group", slots=count)
-    whole.write(LAYER, torch.randperm(count), **made)  # type: ignore[arg-type]
+    whole.write(LAYER, torch.randperm(count), **made)
     assert (whole[LAYER].value_witness < 255).all()
     radius = whole[LAYER].value_radius(torch.arange(count))
-    assert radius.max() < 0.2 * made["exact_v"].norm(dim=-1).max()  # type: ignore[union-attr]
+    assert radius.max() < 0.2 * made["exact_v"].norm(dim=-1).max()
 
 
 def test_a_write_that_fails_leaves_its_slots_unknown() -> None:
     failing = store("int8_token_group")
     good = tokens("int8_token_group", 2, 0)
-    failing.write(LAYER, torch.tensor([4, 5]), **good)  # type: ignore[arg-type]
+    failing.write(LAYER, torch.tensor([4, 5]), **good)
     assert (failing[LAYER].value_witness[4:6] < 255).all()
     bad = good | {"stored_k": torch.zeros(2, HKV, D - 1)}
-    failing.write(LAYER, torch.tensor([5, 6]), **bad)  # type: ignore[arg-type]
+    failing.write(LAYER, torch.tensor([5, 6]), **bad)
     with pytest.raises(ValueError, match="must agree"):
         failing[LAYER]
     assert (failing[LAYER].value_witness[5:7] == 255).all()
@@ -138,11 +141,11 @@ def test_a_write_that_fails_leaves_its_slots_unknown() -> None:
 def test_writes_beside_one_that_fails_are_no_longer_what_they_were(later: list[int], then: str) -> None:
     """Slots 4 and 5 are known, then written again beside a write that cannot be accounted for."""
     failing = store("int8_token_group")
-    failing.write(LAYER, torch.tensor([4, 5]), **tokens("int8_token_group", 2, 0))  # type: ignore[arg-type]
+    failing.write(LAYER, torch.tensor([4, 5]), **tokens("int8_token_group", 2, 0))
     assert (failing[LAYER].value_witness[[4, 5]] < 255).all()
     bad = tokens("int8_token_group", 2, 1) | {"stored_k": torch.zeros(2, HKV, D - 1)}
-    failing.write(LAYER, torch.tensor([6, 7]), **bad)  # type: ignore[arg-type]
-    failing.write(LAYER, torch.tensor(later), **tokens("int8_token_group", len(later), 2))  # type: ignore[arg-type]
+    failing.write(LAYER, torch.tensor([6, 7]), **bad)
+    failing.write(LAYER, torch.tensor(later), **tokens("int8_token_group", len(later), 2))
     more = tokens("int8_token_group", SMALL + 1, 3)
     long = torch.arange(20, 20 + SMALL + 1)
     last, attempt = {

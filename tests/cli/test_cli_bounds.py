@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,14 +11,15 @@ VECTORS = Path(__file__).parents[1] / "data" / "bounds.json"
 CASE = {"p_compressed": [0.5, 0.5], "radius": [0.1, 0.1], "sup_tv": 0.0498}
 
 
-def check(tmp_path, document, capsys):
+def check(tmp_path: Path, document: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     path = tmp_path / "vectors.json"
     path.write_text(document if isinstance(document, str) else json.dumps(document))
     code = main(["bounds", "check", str(path)])
-    return code, capsys.readouterr()
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
-def test_the_suprema_of_this_repository_are_never_passed(capsys):
+def test_the_suprema_of_this_repository_are_never_passed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bounds", "check", str(VECTORS)]) == 0
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.split()}
@@ -27,30 +29,31 @@ def test_the_suprema_of_this_repository_are_never_passed(capsys):
     assert 1.0 <= float(rows["meter"][4]) < 1.1
 
 
-def test_ratios_and_zero_suprema_are_told_apart():
+def test_ratios_and_zero_suprema_are_told_apart() -> None:
     results = {result.name: result for result in check_vectors(load_vectors(VECTORS))}
     jensen, needle = results["jensen"], results["needle"]
     assert len(jensen.ratios) == 45
     assert min(jensen.ratios) >= 1.0
     assert jensen.quantile(0.5) <= jensen.quantile(0.95) <= max(jensen.ratios)
+    assert jensen.at_zero is not None
     assert jensen.at_zero > 0.9
     assert needle.at_zero == 0.0
     assert results["eform"].vacuous > 10
 
 
-def test_a_supremum_above_a_bound_is_a_violation(tmp_path, capsys):
-    code, captured = check(tmp_path, {"cases": [CASE, CASE | {"sup_tv": 0.2}]}, capsys)
+def test_a_supremum_above_a_bound_is_a_violation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = check(tmp_path, {"cases": [CASE, CASE | {"sup_tv": 0.2}]}, capsys)
     assert code == 1
-    assert "VIOLATED: jensen" in captured.out
-    assert "cases[1]" in captured.out
-    assert "cases[0]" not in captured.out
+    assert "VIOLATED: jensen" in out
+    assert "cases[1]" in out
+    assert "cases[0]" not in out
 
 
-def test_only_zero_suprema_have_no_ratio(tmp_path, capsys):
+def test_only_zero_suprema_have_no_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zero = {"p_compressed": [1.0], "radius": [3.0], "sup_tv": 0}
-    code, captured = check(tmp_path, {"cases": [zero]}, capsys)
+    code, out, _ = check(tmp_path, {"cases": [zero]}, capsys)
     assert code == 0
-    row = next(line.split() for line in captured.out.splitlines() if line.split()[:1] == ["jensen"])
+    row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["jensen"])
     assert row[4:6] == ["-", "-"]
 
 
@@ -73,13 +76,15 @@ def test_only_zero_suprema_have_no_ratio(tmp_path, capsys):
         ('{"cases": [{"p_compressed": [1.0], "radius": [Infinity], "sup_tv": 0}]}', "radius[0]: is inf"),
     ],
 )
-def test_a_bad_file_is_one_line_and_exit_code_two(tmp_path, capsys, document, message):
-    code, captured = check(tmp_path, document, capsys)
+def test_a_bad_file_is_one_line_and_exit_code_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], document: Any, message: str
+) -> None:
+    code, _, err = check(tmp_path, document, capsys)
     assert code == 2
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
+    assert message in err
+    assert err.count("\n") == 1
 
 
-def test_a_missing_file_is_one_line_and_exit_code_two(tmp_path, capsys):
+def test_a_missing_file_is_one_line_and_exit_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bounds", "check", str(tmp_path / "none.json")]) == 2
     assert "cannot be read" in capsys.readouterr().err

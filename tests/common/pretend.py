@@ -50,11 +50,13 @@ class Pretended(torch.Tensor):
     def tolist(self) -> Any:
         return self._held.tolist()
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Pretended({self._held!r})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return run(func, args, kwargs or {})
 
 
@@ -125,5 +127,5 @@ def _as_tensors(index: Any) -> Any:
 
 @contextmanager
 def pretending() -> Iterator[None]:
-    with torch.no_grad(), Operations(), Literals():
+    with torch.no_grad(), Operations(), Literals():  # type: ignore[no-untyped-call]
         yield

@@ -93,7 +93,7 @@ def test_a_context_without_room_is_refused() -> None:
 
 def test_a_context_may_be_filled_to_the_last_token() -> None:
     batch = render(np.random.default_rng(0), 3, Plan(15, 5), [Lookup((2,))])
-    assert all(is_key(token) for token in batch.ids[:, 1:16:3].flatten())
+    assert all(is_key(int(token)) for token in batch.ids[:, 1:16:3].flatten())
 
 
 @pytest.mark.parametrize("step", [310, 800, 1200, 1800])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from witcert_core.evaluate import coverage, sweep, trust
 from witcert_core.evaluate.cells import FORMS, JOINT, METER, WITNESS, CellTable, FormProbe
 from witcert_core.evaluate.forcing import (
     Forced,
+    ForcedSample,
     collect,
     deltas_of,
     force,
@@ -32,12 +34,12 @@ TASKS = ("multi_key", "multi_query")
 OPTIONS = {"resamples": 200, "seed": 0}
 
 
-def samples_of(loaded: LoadedModel, count: int = 1):
+def samples_of(loaded: LoadedModel, count: int = 1) -> list[ForcedSample]:
     return forced_samples(loaded, NEEDLES, TASKS, [128], count, 3)
 
 
 @pytest.mark.parametrize("name", ["int8_dither", "int4_token_group", "int4_token_group@4"])
-def test_the_cells_are_those_of_the_ledger(original: LoadedModel, name: str):
+def test_the_cells_are_those_of_the_ledger(original: LoadedModel, name: str) -> None:
     spec, samples = parse_quantizer(name), samples_of(original)
     size = room(samples)
     probe = FormProbe(original.geometry(size), (0.01, WITNESS) if name == "int8_dither" else (WITNESS,))
@@ -59,7 +61,7 @@ def test_the_cells_are_those_of_the_ledger(original: LoadedModel, name: str):
         )
 
 
-def test_failure_probabilities_are_for_bounds_that_come_from_a_law():
+def test_failure_probabilities_are_for_bounds_that_come_from_a_law() -> None:
     names = ("int8_dither", "int8_dither_w", "int8_dither@4", "int4_token_group")
     assert [len(deltas_of(parse_quantizer(name), (0.1, 0.01))) for name in names] == [3, 3, 1, 1]
 
@@ -69,7 +71,7 @@ def collected(original: LoadedModel) -> tuple[CellTable, list[Forced]]:
     return collect(original, parse_quantizer("int8_dither_w"), samples_of(original), (1e-1, 1e-6))
 
 
-def test_no_form_is_below_the_truth_and_the_meter_is_its_smallest(collected):
+def test_no_form_is_below_the_truth_and_the_meter_is_its_smallest(collected: tuple[CellTable, list[Forced]]) -> None:
     table, outcomes = collected
     for delta, bounds in table.bounds.items():
         assert set(bounds) == set(FORMS)
@@ -86,7 +88,7 @@ def test_no_form_is_below_the_truth_and_the_meter_is_its_smallest(collected):
     assert all(outcome.right and 0 < outcome.nll < 0.5 for outcome in outcomes)
 
 
-def test_coverage_adds_up(collected):
+def test_coverage_adds_up(collected: tuple[CellTable, list[Forced]]) -> None:
     table, _ = collected
     found = coverage.coverage_of(table, 4, 4)
     json.dumps(found, allow_nan=False)
@@ -127,7 +129,7 @@ def outcome(right: bool, nll: float = 0.1) -> Forced:
     return Forced(nll, right, torch.log_softmax(torch.tensor([[0.0, 1.0 if right else -1.0]]).double(), -1))
 
 
-def test_trust_of_made_up_cells():
+def test_trust_of_made_up_cells() -> None:
     table = made_up(
         tv=[0.0, 0.02, 0.04, 0.5, 0.3, 0.1],
         meter=[0.1, 0.2, 0.12, 1.0, 0.9, 0.05],
@@ -161,8 +163,8 @@ def test_trust_of_made_up_cells():
     assert [len(row) for row in rows] == [len(trust.TRUST_COLUMNS)] * 2
 
 
-def test_shares_are_of_cells_that_read_something_quantized_and_violations_of_all():
-    given = {
+def test_shares_are_of_cells_that_read_something_quantized_and_violations_of_all() -> None:
+    given: dict[str, Any] = {
         "tv": [0.0, 0.02, 0.04, 0.5, 0.3, 0.1],
         "meter": [0.1, 0.2, 0.12, 1.0, 0.9, 0.05],
         "log_a": [9.0, 1.0, 0.1, 2.0, 3.0, 9.0],
@@ -187,7 +189,7 @@ def test_shares_are_of_cells_that_read_something_quantized_and_violations_of_all
     json.dumps(trust.trust_of(none, outcomes, exact, OPTIONS), allow_nan=False)
 
 
-def test_figures_leave_out_what_has_no_share(tmp_path: Path):
+def test_figures_leave_out_what_has_no_share(tmp_path: Path) -> None:
     table = made_up([0.1] * 6, [0.2] * 6, [0.0] * 6, [0] * 6, quantized=[0] * 6)
     results = {"q": coverage.coverage_of(table, 1, 1)}
     coverage.plot_coverage(results, tmp_path / "coverage.svg")
@@ -196,7 +198,7 @@ def test_figures_leave_out_what_has_no_share(tmp_path: Path):
     assert (tmp_path / "heads.svg").stat().st_size
 
 
-def test_layers_are_contaminated_one_by_one_and_together(twin: LoadedModel):
+def test_layers_are_contaminated_one_by_one_and_together(twin: LoadedModel) -> None:
     assert [s.name for s in sweep.settings(4)] == [
         "layer 0 only",
         "layer 1 only",
@@ -219,7 +221,7 @@ def test_layers_are_contaminated_one_by_one_and_together(twin: LoadedModel):
     assert len(sweep.sweep_rows(found)) == 7
 
 
-def test_an_untouched_layer_changes_nothing(twin: LoadedModel):
+def test_an_untouched_layer_changes_nothing(twin: LoadedModel) -> None:
     (sample, *_), spec = samples_of(twin), parse_quantizer("int4_token_group")
     size = len(sample.prompt) + len(sample.answer)
     exact, part, whole = (
@@ -239,7 +241,7 @@ def written(twin_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_commands_write_json_tables_and_figures(written: Path):
+def test_the_commands_write_json_tables_and_figures(written: Path) -> None:
     for name, schema in (("coverage", coverage.SCHEMA), ("trust", trust.SCHEMA), ("layers", sweep.SCHEMA)):
         found = json.loads((written / f"{name}.json").read_text())
         assert found["schema"] == schema
@@ -250,7 +252,7 @@ def test_the_commands_write_json_tables_and_figures(written: Path):
         assert ET.parse(written / f"{name}.svg").getroot().tag.endswith("svg")
 
 
-def test_a_figure_has_the_same_bytes_every_time(tmp_path: Path):
+def test_a_figure_has_the_same_bytes_every_time(tmp_path: Path) -> None:
     panels = [("title", {"eform": ([0.0, 1.0], [0.0, 2.0]), METER: ([0.0, 1.0], [1.0, 2.0])})]
     for name in ("a.svg", "b.svg"):
         plot_lines(tmp_path / name, panels, x_label="x", y_label="y")
@@ -258,7 +260,7 @@ def test_a_figure_has_the_same_bytes_every_time(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["0", "1", "x", "nan"])
-def test_a_delta_is_a_probability(text, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_delta_is_a_probability(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["eval", "coverage", "--model", "x", "--quantizers", "none", "--out", str(tmp_path), "--deltas", text]
     assert main(command) == 2
     assert "no probability" in capsys.readouterr().err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.evaluate.capacity import bytes_per_token, capacity, parse_memory, read_shape
 from witcert_core.quantizers import REGISTRY
 from witcert_core.quantizers.rotary import RotarySpec
-from witcert_core.serving.models.attention import CacheLayer, describe
+from witcert_core.serving.models.attention import CacheLayer, ModelAttention, describe
 
 # An 8-billion-parameter Llama: 32 layers, 8 KV heads of 128 channels.
 EIGHT_B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -26,7 +28,7 @@ ROW_ID = 8
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 
 
-def test_bytes_of_the_layouts():
+def test_bytes_of_the_layouts() -> None:
     heads = 32 * 8
     assert bytes_per_token("fp16", SHAPE) == 512 * heads == 131072
     assert bytes_per_token("fp8", SHAPE) == 256 * heads
@@ -40,14 +42,14 @@ def test_bytes_of_the_layouts():
 
 
 @pytest.mark.parametrize(("tp", "heads"), [(1, 8), (4, 2), (8, 1), (16, 1)])
-def test_ranks_share_the_heads(tp, heads):
+def test_ranks_share_the_heads(tp: int, heads: int) -> None:
     assert bytes_per_token("fp16", SHAPE, tp) == 512 * 32 * heads
     assert bytes_per_token("int8_dither", SHAPE, tp) == 272 * 32 * heads + ROW_ID
 
 
 @pytest.mark.parametrize("name", REGISTRY.names())
 @pytest.mark.parametrize("storage_bytes", [2, 4])
-def test_side_bytes_are_those_of_the_store(name, storage_bytes):
+def test_side_bytes_are_those_of_the_store(name: str, storage_bytes: int) -> None:
     rotary = RotarySpec(80)
     quantizer = REGISTRY.get(name)
     if quantizer.space != "post_rope" or quantizer.token_group != 1 or quantizer.state != "none":
@@ -66,7 +68,7 @@ def test_side_bytes_are_those_of_the_store(name, storage_bytes):
     assert store.nbytes == 5 * (side_bytes_per_token(per_head, 2, 2) - ROW_ID)
 
 
-def test_a_metered_pool_pays_for_its_witnesses():
+def test_a_metered_pool_pays_for_its_witnesses() -> None:
     plain, metered = bytes_per_token("fp16", SHAPE), bytes_per_token("metered:fp8_e4m3_cast", SHAPE)
     assert metered == plain + 32 * 8 * 33 + ROW_ID
     waiting = bytes_per_token("metered:kivi", SHAPE)  # and a flag for each token whose group is open
@@ -75,7 +77,7 @@ def test_a_metered_pool_pays_for_its_witnesses():
     assert sketched == plain + 32 * 8 * (17 + 64 + 16 + 64 + 16) + ROW_ID
 
 
-def test_configurations(tmp_path: Path):
+def test_configurations(tmp_path: Path) -> None:
     shape = read_shape(CHECKPOINT)
     assert shape.layers == tuple(CacheLayer(index, 2, 64, 64) for index in range(4))
     assert shape.layers == read_shape(CHECKPOINT / "config.json").layers
@@ -91,10 +93,10 @@ def test_configurations(tmp_path: Path):
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
-def test_transformers_and_the_file_itself_say_the_same(path: Path):
+def test_transformers_and_the_file_itself_say_the_same(path: Path) -> None:
     """Of published models: what the configuration class derives, and the same without Transformers."""
 
-    def said(read):
+    def said(read: Callable[[], ModelAttention]) -> object:
         try:
             found = read()
         except UnsupportedError as error:
@@ -105,7 +107,7 @@ def test_transformers_and_the_file_itself_say_the_same(path: Path):
     assert said(lambda: read_shape(path)) == said(lambda: describe(json.loads(file.read_text()), str(file)))
 
 
-def test_layers_of_other_shapes_and_other_kinds_are_counted_as_they_are(capsys):
+def test_layers_of_other_shapes_and_other_kinds_are_counted_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     for name, size, note in (
         ("gemma4_31b", 901_120, "50 layers have a window (of 1024 tokens)"),
         ("qwen3_next_80b", 24_576, "36 of 48 layers keep no keys and values"),
@@ -123,7 +125,7 @@ def test_layers_of_other_shapes_and_other_kinds_are_counted_as_they_are(capsys):
     assert bytes_per_token("fp16", gemma, 2) == 901_120 // 2
 
 
-def test_what_has_no_such_cache_gets_its_own_reason(tmp_path: Path, capsys):
+def test_what_has_no_such_cache_gets_its_own_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     for kind, why in (("t5", "encoder-decoder"), ("mamba2", "keeps a state a request"), ("gemma3n", None)):
         transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
@@ -139,12 +141,12 @@ def test_what_has_no_such_cache_gets_its_own_reason(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize(("text", "size"), [("40GB", 40 * 10**9), ("1.5 GiB", 3 * 2**29), ("7", 7), ("2kb", 2000)])
-def test_memory(text, size):
+def test_memory(text: str, size: int) -> None:
     assert parse_memory(text) == size
 
 
 @pytest.mark.parametrize("text", ["9" * 400 + "GB", "9" * 4400, "40G", "-1GB", "٤GB"])
-def test_memory_that_is_none(text):
+def test_memory_that_is_none(text: str) -> None:
     with pytest.raises(InputError, match="memory is"):
         parse_memory(text)
 
@@ -169,7 +171,9 @@ def test_memory_that_is_none(text):
         ({"text_config": None}, "NoneType is where a mapping is expected"),
     ],
 )
-def test_an_odd_configuration_is_one_line(changed, why, tmp_path: Path, capsys):
+def test_an_odd_configuration_is_one_line(
+    changed: dict[str, Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**EIGHT_B, **changed}))
     assert main(["capacity", "--config", str(tmp_path), "--memory", "1GB"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -177,13 +181,13 @@ def test_an_odd_configuration_is_one_line(changed, why, tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"n": ' + "9" * 5000 + "}"])
-def test_json_that_cannot_be_read_is_one_line(text, tmp_path: Path, capsys):
+def test_json_that_cannot_be_read_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(text)
     assert main(["capacity", "--config", str(tmp_path), "--memory", "1GB"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_command(capsys):
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["capacity", "--config", str(CHECKPOINT), "--memory", "1MB", "--layout", "fp16", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["layouts"]
     assert row == {"layout": "fp16", "bytes_per_token": 4 * 2 * 256, "tokens": 488, "ratio": 1.0}

@@ -36,7 +36,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_meter_prints_the_engines_report(twin_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_meter_prints_the_engines_report(twin_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = make_samples("multi_key", 128, 2, 3)
     plain, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     plain.write_text("\n".join(s.prompt for s in samples) + "\n")
@@ -69,7 +69,9 @@ def test_meter_prints_the_engines_report(twin_path: Path, tmp_path: Path, capsys
         ("x", ["--quantizer", "int4_token_group:group_size"], "is no parameter"),
     ],
 )
-def test_meter_refuses_in_one_line(text, options, why, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_meter_refuses_in_one_line(
+    text: str, options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = tmp_path / "p.txt"
     prompts.write_text(text)
     extra = options or (["--quantizer", "none"] if not text.strip() else [])
@@ -78,7 +80,9 @@ def test_meter_refuses_in_one_line(text, options, why, tmp_path: Path, capsys: p
     assert why in line
 
 
-def test_a_prompt_the_model_cannot_take_is_one_line(twin_path: Path, tmp_path: Path, capsys):
+def test_a_prompt_the_model_cannot_take_is_one_line(
+    twin_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = tmp_path / "p.jsonl"
     command = ["meter", "--model", str(twin_path), "--quantizer", "none", "--prompts", str(prompts)]
     prompts.write_text('{"prompt": ""}')
@@ -89,13 +93,15 @@ def test_a_prompt_the_model_cannot_take_is_one_line(twin_path: Path, tmp_path: P
     assert "beyond the 2048 positions" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_only_a_line_break_ends_a_prompt(tmp_path: Path):
+def test_only_a_line_break_ends_a_prompt(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "a\u2028b"}\r\n{"prompt": "c\\fd"}\n'.encode())
     assert read_prompts(path) == ["a\u2028b", "c\x0cd"]
 
 
-def test_records_that_were_spoiled_are_one_line(twin_path: Path, tmp_path: Path, capsys):
+def test_records_that_were_spoiled_are_one_line(
+    twin_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["eval", "ruler", "--model", str(twin_path), "--quantizers", "int8_dither", "--lengths", "128"]
     command += ["--samples", "1", "--out", str(tmp_path), "--no-plot"]
     for name, text in (("run.json", "{"), ("run.json", "[]"), ("samples.jsonl", "{}\n")):
@@ -108,7 +114,9 @@ def test_records_that_were_spoiled_are_one_line(twin_path: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     "odd", [["--lengths", ""], ["--lengths", ","], ["--modes", ""], ["--seed", "-1"], ["--seed", str(2**63)]]
 )
-def test_lists_without_a_word_and_seeds_out_of_range_are_one_line(odd, tmp_path: Path, capsys):
+def test_lists_without_a_word_and_seeds_out_of_range_are_one_line(
+    odd: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["eval", "ruler", "--model", "m", "--quantizers", "none", "--out", str(tmp_path), *odd]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert odd[0] in line
@@ -134,7 +142,14 @@ class BadGate:
         (GateDecision("repair", torch.zeros(1), 99), "wants block 99 of 1 repaired"),
     ],
 )
-def test_a_gate_that_decides_nonsense_is_one_line(decision, why, twin_path, tmp_path: Path, monkeypatch, capsys):
+def test_a_gate_that_decides_nonsense_is_one_line(
+    decision: Any,
+    why: str,
+    twin_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(BadGate, "decision", decision)
     monkeypatch.setitem(GATES._classes, "bad", BadGate)
     (tmp_path / "p.yaml").write_text("{version: 1, quantizer: {name: int4_token_group}, gate: {kind: bad}}")
@@ -153,7 +168,7 @@ def out(twin_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_compares_the_quantizers(out: Path):
+def test_a_run_compares_the_quantizers(out: Path) -> None:
     records = lines(out / "samples.jsonl")
     assert len(records) == (1 + 2 + 2) * 4
     results = json.loads((out / "results.json").read_text())
@@ -172,7 +187,9 @@ def test_a_run_compares_the_quantizers(out: Path):
     assert len(table.splitlines()) == 2 + 5
 
 
-def test_what_was_asked_is_not_asked_again(out: Path, twin_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_asked_is_not_asked_again(
+    out: Path, twin_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = tmp_path / "again"
     shutil.copytree(out, copy)
     kept = (copy / "samples.jsonl").read_bytes().splitlines(keepends=True)
@@ -191,7 +208,7 @@ def test_what_was_asked_is_not_asked_again(out: Path, twin_path: Path, tmp_path:
     assert len(lines(copy / "samples.jsonl")) == len(kept)
 
 
-def test_runs_are_not_mixed(out: Path, twin_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_are_not_mixed(out: Path, twin_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["eval", "ruler", "--model", str(twin_path), "--modes", "exact", "--out", str(out), *COMMON]
     assert main([*command, "--seed", "1"]) == 2
     assert "holds a run with seed 0" in capsys.readouterr().err
@@ -220,7 +237,9 @@ def test_runs_are_not_mixed(out: Path, twin_path: Path, capsys: pytest.CaptureFi
         (["--model", str(CHECKPOINT), "--quantizers", "none", "--out", __file__], "results cannot be written there"),
     ],
 )
-def test_ruler_refuses_in_one_line(options, why, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_ruler_refuses_in_one_line(
+    options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["eval", "ruler", "--out", str(tmp_path), "--no-plot", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert why in line
@@ -236,20 +255,22 @@ def test_ruler_refuses_in_one_line(options, why, tmp_path: Path, capsys: pytest.
     ],
 )
 def test_analyses_refuse_in_one_line_before_a_model_is_loaded(
-    command, options, why, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+    command: list[str], options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*command, "--model", "nowhere", "--out", str(tmp_path), *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert why in line
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_without_matplotlib_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert main(["eval", "ruler", "--model", "x", "--quantizers", "none", "--out", str(tmp_path)]) == 2
     assert "pip install 'witcert[eval]'" in capsys.readouterr().err
 
 
-def test_a_model_that_reads_english_gets_english_tasks(tmp_path: Path, bpe: PreTrainedTokenizerFast):
+def test_a_model_that_reads_english_gets_english_tasks(tmp_path: Path, bpe: PreTrainedTokenizerFast) -> None:
     """An untrained model: its answers are worth nothing, but everything about them is measured."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
@@ -276,7 +297,7 @@ def record(quantizer: str, mode: str, index: int, score: float, log_a: float | s
     return SampleRecord(quantizer, mode, "t", 64, index, score, "", ["x"], "offline", 0.1, meter)
 
 
-def test_the_comparison_of_made_up_records():
+def test_the_comparison_of_made_up_records() -> None:
     records = [record("none", "exact", i, 1.0) for i in range(4)]
     records += [record("q", "raw", i, score, log_a) for i, score, log_a in ((0, 1, 0.1), (1, 0, "inf"), (2, 0.5, 2))]
     records += [record("q", "gated", i, 1.0) for i in range(3)]
@@ -300,7 +321,7 @@ def test_the_comparison_of_made_up_records():
     }
 
 
-def test_records_are_checked_when_they_are_read(tmp_path: Path):
+def test_records_are_checked_when_they_are_read(tmp_path: Path) -> None:
     file = RecordFile(tmp_path, {"model": "m"})
     file.add(record("q", "raw", 0, 1.0, "inf"))
     file.close()
@@ -312,7 +333,7 @@ def test_records_are_checked_when_they_are_read(tmp_path: Path):
         RecordFile(tmp_path, {"model": "m"})
 
 
-def test_words_of_the_command_line():
+def test_words_of_the_command_line() -> None:
     assert split("a:x=1,y=2, b ,,c:z=[1", brackets=True) == ["a:x=1,y=2", "b", "c:z=[1"]
     assert parse_quantizer("int4_token_group:group_size=16") == QuantizerSpec(
         "int4_token_group:group_size=16", "int4_token_group", {"group_size": 16}
@@ -323,7 +344,7 @@ def test_words_of_the_command_line():
             parse_quantizer(wrong)
 
 
-def test_modes_become_gates(tmp_path: Path):
+def test_modes_become_gates(tmp_path: Path) -> None:
     spec = parse_quantizer("int8_dither")
     base = base_settings(None)
     assert build_policy(base, spec, "raw").gate.kind == "observe"
@@ -346,7 +367,9 @@ def test_modes_become_gates(tmp_path: Path):
         build_policy(mine, parse_quantizer("int4_token_group"), "raw")
 
 
-def test_commands_and_options_of_the_pages_exist(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_commands_and_options_of_the_pages_exist(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     root = Path(__file__).parents[2]
     text = (root / "README.md").read_text() + (root / "docs" / "evaluation.md").read_text()

@@ -37,7 +37,7 @@ def blocks(results: dict[str, Any]) -> dict[str, str]:
     return shown.render(results)
 
 
-def test_the_pages_show_what_the_results_say(blocks: dict[str, str]):
+def test_the_pages_show_what_the_results_say(blocks: dict[str, str]) -> None:
     assert tuple(blocks) == MEASURED
     assert json.loads((shown.FIGURES / "figures.json").read_text()) == {"blocks": blocks}
     seen: set[str] = set()
@@ -48,7 +48,7 @@ def test_the_pages_show_what_the_results_say(blocks: dict[str, str]):
     assert seen == set(blocks)
 
 
-def test_no_number_is_measured_outside_the_blocks():
+def test_no_number_is_measured_outside_the_blocks() -> None:
     """Prose around the blocks may name settings, but a figure with a decimal or a percentage comes from a result."""
     text = (ROOT / "docs" / "evaluation.md").read_text()
     for name in shown.blocks_of(text):
@@ -60,14 +60,14 @@ def test_no_number_is_measured_outside_the_blocks():
 
 
 @pytest.mark.parametrize("engine", shown.ENGINES)
-def test_the_engines_pages_show_what_was_measured(engine: str):
+def test_the_engines_pages_show_what_was_measured(engine: str) -> None:
     """`results.md` is `results.json` rendered, to the last character."""
     folder, page = ROOT / "bench" / engine, importlib.import_module(f"bench.{engine}.bench")
     results = json.loads((folder / "results.json").read_text())
     assert (folder / "results.md").read_text() == markdown(results, page.HEAD, page.SHOWN)
 
 
-def test_words_that_stand_for_a_measured_number_are_near_it(results: dict[str, Any]):
+def test_words_that_stand_for_a_measured_number_are_near_it(results: dict[str, Any]) -> None:
     for page, claims in WORDS.items():
         text = " ".join((ROOT / "docs" / page).read_text().split())
         for words, (engine, policy, meant, slack) in claims.items():
@@ -76,7 +76,7 @@ def test_words_that_stand_for_a_measured_number_are_near_it(results: dict[str, A
             assert row["ratio"] == pytest.approx(meant, abs=slack), f"{page}: {words!r} was measured again"
 
 
-def test_a_changed_number_would_be_noticed(results: dict[str, Any], blocks: dict[str, str]):
+def test_a_changed_number_would_be_noticed(results: dict[str, Any], blocks: dict[str, str]) -> None:
     for name, path in {
         "ruler": ("rows", 1, "score", "value"),
         "layers": ("quantizers", "fp8_e4m3_cast", "rows", 0, "kl", "value"),
@@ -95,7 +95,7 @@ def test_a_changed_number_would_be_noticed(results: dict[str, Any], blocks: dict
         assert shown.render(changed)[block] != blocks[block]
 
 
-def test_the_figures_are_there():
+def test_the_figures_are_there() -> None:
     linked = {
         link for page in shown.pages() for link in re.findall(r"\]\((?:docs/)?figures/(\w+\.svg)\)", page.read_text())
     }
@@ -105,7 +105,7 @@ def test_the_figures_are_there():
         assert ET.parse(shown.FIGURES / name).getroot().tag.endswith("svg")
 
 
-def test_a_small_run_gives_the_same_again(results: dict[str, Any], twin_path: Path):
+def test_a_small_run_gives_the_same_again(results: dict[str, Any], twin_path: Path) -> None:
     models = {"twin": str(twin_path)}
     console = Console(quiet=True)
     capacity = bench_figures.make_capacity(models, console, twin_path)
@@ -129,8 +129,12 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "work"
 
 
-def test_one_section_is_made_and_published(work: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench_figures, "make_all", lambda names, _jobs: [bench_figures.make_section(n) for n in names])
+def test_one_section_is_made_and_published(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_all(names: list[str], _jobs: int) -> None:
+        for name in names:
+            bench_figures.make_section(name)
+
+    monkeypatch.setattr(bench_figures, "make_all", make_all)
     assert bench_figures.main(["--only", "capacity"]) == 0
     published = work.parent / "published"
     made = json.loads((published / "capacity.json").read_text())
@@ -139,7 +143,9 @@ def test_one_section_is_made_and_published(work: Path, monkeypatch: pytest.Monke
     assert [path.name for path in work.iterdir()] == ["stamp"]
 
 
-def test_a_run_that_was_stopped_goes_on(work: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_run_that_was_stopped_goes_on(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[str] = []
 
     def make_all(names: list[str], _jobs: int) -> None:
@@ -164,7 +170,7 @@ def test_a_run_that_was_stopped_goes_on(work: Path, monkeypatch: pytest.MonkeyPa
     }
 
 
-def test_nothing_is_taken_over_from_other_code(work: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_taken_over_from_other_code(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def finish_one() -> None:
         bench_figures.open_work(fresh=False)
         (work / "smoke.json").write_text("{}")
@@ -177,7 +183,9 @@ def test_nothing_is_taken_over_from_other_code(work: Path, monkeypatch: pytest.M
     assert bench_figures.open_work(fresh=False) == []
 
 
-def test_a_section_that_fails_is_named_and_the_others_are_ended(work: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+def test_a_section_that_fails_is_named_and_the_others_are_ended(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     bench_figures.open_work(fresh=True)
     monkeypatch.setattr(bench_figures, "make_section", no_section)
     with pytest.raises(SystemExit, match="failed"):
@@ -190,7 +198,7 @@ def no_section(name: str) -> None:
     raise RuntimeError(name)
 
 
-def test_no_bound_was_violated(results: dict[str, Any]):
+def test_no_bound_was_violated(results: dict[str, Any]) -> None:
     for model in ("original", "twin"):
         for result in results["coverage"][model]["quantizers"].values():
             assert all(count == 0 for count in result["violations"]["deterministic"].values())

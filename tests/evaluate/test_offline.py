@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ def policy(name: str, **sections: Any) -> Policy:
     return parse_policy({"version": 1, "quantizer": {"name": name}, "meter": meter, **sections})
 
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -39,7 +40,7 @@ SIZES = {
     "head_dim": 16,
     "max_position_embeddings": 128,
 }
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaConfig": {},
     "Qwen3Config": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7}
     | {"use_sliding_window": True},
@@ -57,13 +58,13 @@ def random_model(family: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, **options).eval()
 
 
-def test_a_cache_is_given_under_the_name_that_this_transformers_has_for_it():
+def test_a_cache_is_given_under_the_name_that_this_transformers_has_for_it() -> None:
     assert bridge.cache_argument(SimpleNamespace(forward=lambda input_ids, cache=None: None)) == "cache"
     assert bridge.cache_argument(SimpleNamespace(forward=lambda past_key_values=None: None)) == "past_key_values"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_exact_cache_gives_the_models_own_logits(family):
+def test_an_exact_cache_gives_the_models_own_logits(family: str) -> None:
     model = random_model(family)
     ids = torch.randint(0, 97, (1, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -81,7 +82,7 @@ def test_an_exact_cache_gives_the_models_own_logits(family):
     assert summary["audit"]["tv_max"] < 1e-5
 
 
-def test_quantized_answers_are_those_of_the_demonstrations_reference(original: LoadedModel):
+def test_quantized_answers_are_those_of_the_demonstrations_reference(original: LoadedModel) -> None:
     demo = load_demo_model(CHECKPOINT)
     (sample,) = make_samples("multi_query", 200, 1, 3)
     ids = torch.tensor([sample.prompt_ids + sample.answer_ids])
@@ -95,7 +96,7 @@ def test_quantized_answers_are_those_of_the_demonstrations_reference(original: L
 
 
 @pytest.mark.parametrize("name", ["int4_token_group", "kivi"])
-def test_decoding_writes_what_forcing_expects(twin: LoadedModel, name: str):
+def test_decoding_writes_what_forcing_expects(twin: LoadedModel, name: str) -> None:
     """`kivi` closes groups of 32 tokens while it decodes."""
     (sample,) = make_samples("variable_tracking", 251, 1, 5)
     engine = OfflineEngine(twin, policy(name), 300)
@@ -109,7 +110,7 @@ def test_decoding_writes_what_forcing_expects(twin: LoadedModel, name: str):
     assert answer.summary["engine"] == "offline"
 
 
-def test_a_forced_answer_takes_a_pass_a_group_not_a_token(twin: LoadedModel):
+def test_a_forced_answer_takes_a_pass_a_group_not_a_token(twin: LoadedModel) -> None:
     """And every row reads what it reads when the answer is fed in token by token."""
     (sample,) = make_samples("multi_key", 140, 1, 3)
     answer = (sample.prompt_ids * 2)[:101]
@@ -125,7 +126,7 @@ def test_a_forced_answer_takes_a_pass_a_group_not_a_token(twin: LoadedModel):
         assert mine == pytest.approx(theirs, rel=1e-3)
 
 
-def test_rows_the_stride_leaves_out_are_unknown(original: LoadedModel):
+def test_rows_the_stride_leaves_out_are_unknown(original: LoadedModel) -> None:
     (sample,) = make_samples("multi_query", 200, 1, 3)
     engine = OfflineEngine(original, policy("int8_dither", meter={"stride": 4}), 256)
     answer = engine.generate("a", sample.prompt_ids, 14)
@@ -137,7 +138,7 @@ def test_rows_the_stride_leaves_out_are_unknown(original: LoadedModel):
     assert summary["deterministic_beside"]["cells"] == summary["cells_measured"]
 
 
-def test_a_gate_makes_the_answer_right_again(twin: LoadedModel):
+def test_a_gate_makes_the_answer_right_again(twin: LoadedModel) -> None:
     sample = make_samples("multi_key", 256, 1, 3)[0]
     right = twin.decode(list(sample.answer_ids))
     raw = OfflineEngine(twin, policy("fp8_e4m3_cast"), 300).generate("a", sample.prompt_ids, 8)
@@ -151,7 +152,7 @@ def test_a_gate_makes_the_answer_right_again(twin: LoadedModel):
     assert again.summary["gate"] == repaired.summary["gate"]
 
 
-def test_a_request_that_cannot_be_repaired_is_aborted_if_the_policy_says_so(twin: LoadedModel):
+def test_a_request_that_cannot_be_repaired_is_aborted_if_the_policy_says_so(twin: LoadedModel) -> None:
     (sample,) = make_samples("multi_key", 128, 1, 3)
     ends = {}
     for end in ("serve", "abort"):
@@ -173,7 +174,9 @@ def test_a_request_that_cannot_be_repaired_is_aborted_if_the_policy_says_so(twin
         ("none", "every token they read was exact"),
     ],
 )
-def test_a_request_too_short_for_its_quantizer_is_exact_and_certifies_nothing(original: LoadedModel, name, waits):
+def test_a_request_too_short_for_its_quantizer_is_exact_and_certifies_nothing(
+    original: LoadedModel, name: str, waits: str
+) -> None:
     (sample,) = make_samples("single_needle", 48, 1, 3)
     summary = OfflineEngine(original, policy(name), 64).generate("a", sample.prompt_ids, 8).summary
     jsonschema.validate(summary, load_schema("request"))
@@ -187,7 +190,7 @@ def test_a_request_too_short_for_its_quantizer_is_exact_and_certifies_nothing(or
     assert waits in text
 
 
-def test_cells_are_certified_once_they_read_a_closed_group(original: LoadedModel):
+def test_cells_are_certified_once_they_read_a_closed_group(original: LoadedModel) -> None:
     """The same request before and after its first group is closed: exact cells first, measured ones then."""
     (sample,) = make_samples("single_needle", 120, 1, 3)
     engine = OfflineEngine(original, policy("kivi"), 140)
@@ -199,7 +202,7 @@ def test_cells_are_certified_once_they_read_a_closed_group(original: LoadedModel
     assert summary["tokens_read"]["quantized"] == 32 * summary["cells_measured"]
 
 
-def test_layers_the_quantizer_leaves_out_are_exact(original: LoadedModel):
+def test_layers_the_quantizer_leaves_out_are_exact(original: LoadedModel) -> None:
     (sample,) = make_samples("single_needle", 64, 1, 3)
     only = policy("int4_token_group", quantizer={"name": "int4_token_group", "layers": [1]})
     summary = OfflineEngine(original, only, 80).generate("a", sample.prompt_ids, 4).summary
@@ -210,7 +213,7 @@ def test_layers_the_quantizer_leaves_out_are_exact(original: LoadedModel):
 
 def test_a_cell_that_reads_repaired_and_quantized_tokens_is_measured_and_one_of_repaired_ones_alone_is_exact(
     twin: LoadedModel,
-):
+) -> None:
     """An unreachable target: every block is restored, and then nothing is asked of the cells any more."""
     (sample,) = make_samples("single_needle", 64, 1, 3)
     for budget, status in ((None, "exact"), (40_000, "above_target")):
@@ -226,13 +229,13 @@ def test_a_cell_that_reads_repaired_and_quantized_tokens_is_measured_and_one_of_
         assert summary["tv_certified_share"] == (None if status == "exact" else 0.0)
 
 
-def test_prompt_rows_read_what_is_stored_when_the_policy_says_so(original: LoadedModel):
+def test_prompt_rows_read_what_is_stored_when_the_policy_says_so(original: LoadedModel) -> None:
     (sample,) = make_samples("single_needle", 64, 1, 3)
     engine = OfflineEngine(original, policy("int4_token_group", prefill_reads="stored"), 128)
     assert engine.generate("a", sample.prompt_ids, 2).summary["rows_metered"] == 64 + 1
 
 
-def test_what_cannot_be_metered_is_refused(original: LoadedModel, tmp_path):
+def test_what_cannot_be_metered_is_refused(original: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="outside a pass of the meter"):
         original.model(input_ids=torch.tensor([[1, 2]]))
     engine = OfflineEngine(original, policy("none"), 8)

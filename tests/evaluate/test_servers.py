@@ -36,7 +36,7 @@ def fakes() -> list[psutil.Process]:
     return [p for p in psutil.Process(os.getpid()).children(recursive=True) if str(FAKE) in p.cmdline()]
 
 
-def test_a_server_for_each_quantizer_and_mode(tmp_path: Path):
+def test_a_server_for_each_quantizer_and_mode(tmp_path: Path) -> None:
     assert main(command(tmp_path, "--quantizers", "fp8_e4m3_cast,int4_token_group:group_size=16")) == 0
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert [(row["quantizer"], row["mode"], row["score"]["value"]) for row in rows] == [
@@ -64,7 +64,9 @@ def test_a_server_for_each_quantizer_and_mode(tmp_path: Path):
         ("refusing", 'was refused with 500: {"message": "no room"}'),
     ],
 )
-def test_a_server_that_fails_is_one_line_and_no_process(how, why, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_server_that_fails_is_one_line_and_no_process(
+    how: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--quantizers", "fp8_e4m3_cast", "--modes", "raw", "--server-options", f"--broken {how}"]
     assert main(command(tmp_path, *options)) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -72,7 +74,7 @@ def test_a_server_that_fails_is_one_line_and_no_process(how, why, tmp_path: Path
     assert not fakes()
 
 
-def test_summaries_are_found_where_vllm_puts_them(tmp_path: Path):
+def test_summaries_are_found_where_vllm_puts_them(tmp_path: Path) -> None:
     options = ["--quantizers", "fp8_e4m3_cast", "--modes", "gated", "--server-options", "--place kv_transfer_params"]
     assert main(command(tmp_path, *options)) == 0
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
@@ -97,7 +99,7 @@ RuntimeError: Engine core initialization failed. See root cause above.""",
 
 
 @pytest.mark.parametrize("said", LOGS)
-def test_a_failed_start_is_told_by_its_cause(said: str, tmp_path: Path):
+def test_a_failed_start_is_told_by_its_cause(said: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(LOGS[said])
     server = servers.Server("", subprocess.Popen(["true"]), log)
@@ -108,7 +110,7 @@ def test_a_failed_start_is_told_by_its_cause(said: str, tmp_path: Path):
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_ended_leaves_no_server_and_goes_on(
     sent: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     ask, asked = served.ServedAsker.ask, []
 
     def ends(self: Any, sample: Any, request_id: str) -> Any:
@@ -123,6 +125,7 @@ def test_a_run_that_is_ended_leaves_no_server_and_goes_on(
     before = signal.getsignal(signal.SIGTERM)
     # What a shell starts in the background inherits an ignored SIGINT, and would keep it.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    ended: str | int | None
     try:
         ended = main(wanted)
     except SystemExit as error:
@@ -140,7 +143,7 @@ def test_a_run_that_is_ended_leaves_no_server_and_goes_on(
 
 def test_what_is_not_installed_is_said_before_anything_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     monkeypatch.setattr(served, "installed_engines", dict)
     assert main(command(tmp_path, "--quantizers", "none", "--modes", "raw")) == 2
     assert "witcert-sglang is not installed" in capsys.readouterr().err
@@ -150,7 +153,9 @@ def test_what_is_not_installed_is_said_before_anything_is_started(
     assert not list(tmp_path.glob("*.log"))
 
 
-def test_options_of_the_servers_are_part_of_what_answers_depend_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_options_of_the_servers_are_part_of_what_answers_depend_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wanted = command(tmp_path, "--modes", "exact", "--dtype", "float32")
     assert main(wanted) == 0
     assert json.loads((tmp_path / "settings.json").read_text()) == {
@@ -160,7 +165,7 @@ def test_options_of_the_servers_are_part_of_what_answers_depend_on(tmp_path: Pat
     assert "with server options ['--dtype', 'float32'], this run has" in capsys.readouterr().err
 
 
-def test_an_unknown_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_unknown_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["eval", "ruler", "--model", str(CHECKPOINT), "--quantizers", "none", "--out", str(tmp_path)]
     assert main([*options, "--engine", "llama.cpp", "--no-plot"]) == 2
     assert "allowed are offline, sglang, vllm" in capsys.readouterr().err
@@ -181,7 +186,7 @@ def test_a_signal_while_a_server_is_started_waits_until_it_can_be_stopped(
         signal.raise_signal(sent)
         return started[0]
 
-    monkeypatch.setattr(servers.subprocess, "Popen", interrupted)
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
     sleeper = servers.serving([sys.executable, "-c", "import time; time.sleep(60)"], 1, env={}, log=tmp_path / "log")
     before = signal.signal(sent, end)
     try:

@@ -83,7 +83,7 @@ def test_no_thread_outlives_a_run_that_is_ended_while_servers_are_asked(tmp_path
     asker = Slow()
     plan = Plan(NEEDLES, ("multi_key",), (128,), 9, 0)
     with ending_signals_raised(), pytest.raises(SystemExit) as ended:
-        run(plan, [asker], None, RecordFile(tmp_path, {}), Console(file=StringIO()))  # type: ignore[arg-type]
+        run(plan, [asker], None, RecordFile(tmp_path, {}), Console(file=StringIO()))  # type: ignore[list-item, arg-type]
     assert ended.value.code == 143
     assert asker.asked <= asker.parallel
     assert set(threading.enumerate()) <= before

@@ -11,7 +11,7 @@ from witcert_core.errors import InputError
 from witcert_core.evaluate.stats import auroc, auroc_interval, bootstrap, mean_interval, paired_difference
 
 
-def test_auroc_is_the_share_of_pairs_in_order():
+def test_auroc_is_the_share_of_pairs_in_order() -> None:
     generator = torch.Generator().manual_seed(0)
     for size in (2, 5, 30):
         for _ in range(20):
@@ -25,13 +25,13 @@ def test_auroc_is_the_share_of_pairs_in_order():
             assert float(auroc(score, positive.double())) == pytest.approx(expected)
 
 
-def test_infinite_scores_rank_first():
+def test_infinite_scores_rank_first() -> None:
     assert float(auroc(torch.tensor([float("inf"), 1.0, 2.0]), torch.tensor([1.0, 0.0, 0.0]))) == 1.0
     both = auroc(torch.tensor([float("inf"), float("inf"), 2.0]), torch.tensor([1.0, 0.0, 0.0]))
     assert float(both) == 0.75
 
 
-def test_the_interval_of_a_mean_is_that_of_all_resamples():
+def test_the_interval_of_a_mean_is_that_of_all_resamples() -> None:
     """Six samples have 46656 equally likely resamples; their quantiles are what the bootstrap approximates."""
     values = [0.0, 1.0, 3.0, 7.0, 15.0, 31.0]
     every = torch.tensor([sum(x) / 6 for x in itertools.product(values, repeat=6)], dtype=torch.float64)
@@ -41,14 +41,14 @@ def test_the_interval_of_a_mean_is_that_of_all_resamples():
     assert found.high == pytest.approx(float(every.quantile(0.975)), abs=0.3)
 
 
-def test_pairing_removes_what_the_samples_share():
+def test_pairing_removes_what_the_samples_share() -> None:
     """Scores that vary wildly from sample to sample but always differ by one half: an interval of no width."""
     base = [float(i * i % 17) for i in range(40)]
     found = paired_difference([x + 0.5 for x in base], base)
     assert (found.value, found.low, found.high, found.count) == (0.5, 0.5, 0.5, 40)
 
 
-def test_an_interval_covers_the_truth_about_as_often_as_it_says():
+def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     generator = torch.Generator().manual_seed(1)
     hits = 0
     for trial in range(200):
@@ -58,7 +58,7 @@ def test_an_interval_covers_the_truth_about_as_often_as_it_says():
     assert 180 <= hits <= 199
 
 
-def test_the_interval_of_auroc():
+def test_the_interval_of_auroc() -> None:
     score, positive = [float(i) for i in range(40)], [i % 3 == 0 or i > 30 for i in range(40)]
     found = auroc_interval(score, positive)
     assert found is not None
@@ -66,7 +66,7 @@ def test_the_interval_of_auroc():
     assert auroc_interval([1.0, 2.0], [True, True]) is None
 
 
-def test_what_has_no_interval_is_refused():
+def test_what_has_no_interval_is_refused() -> None:
     with pytest.raises(InputError, match="of at least 1"):
         mean_interval([])
     with pytest.raises(InputError, match="paired"):

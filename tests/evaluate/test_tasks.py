@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import EntryPoint
 from random import Random
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -26,7 +27,9 @@ def symbols() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("num_tokens", [800, 4096])
 @pytest.mark.parametrize("task", NATURAL.tasks)
-def test_a_prompt_fills_its_length_and_its_own_answer_is_right(task, num_tokens, bpe):
+def test_a_prompt_fills_its_length_and_its_own_answer_is_right(
+    task: str, num_tokens: int, bpe: PreTrainedTokenizerFast
+) -> None:
     first, second = NATURAL.samples(task, num_tokens, 2, 7, bpe)
     for sample in (first, second):
         used = len(bpe.encode(sample.prompt, add_special_tokens=False))
@@ -45,7 +48,7 @@ def sample_of(task: str, bpe: PreTrainedTokenizerFast) -> tuple[EvalSample, str]
     return sample, sample.prompt.partition("Question:")[0]
 
 
-def test_needles_are_in_the_text(bpe):
+def test_needles_are_in_the_text(bpe: PreTrainedTokenizerFast) -> None:
     for task, count in (("single_needle", 1), ("multi_value", 4), ("multi_query", 4)):
         sample, text = sample_of(task, bpe)
         hidden = dict.fromkeys(re.findall(r"code numbers for \w+ is (\d{7})\.", text))
@@ -58,7 +61,7 @@ def test_needles_are_in_the_text(bpe):
     assert [value for key, value in pairs if key == asked] == list(sample.expected)
 
 
-def test_chains_can_be_followed(bpe):
+def test_chains_can_be_followed(bpe: PreTrainedTokenizerFast) -> None:
     sample, text = sample_of("variable_tracking", bpe)
     (value,) = re.findall(r"assigned the value (\d+)", sample.prompt)
     known: dict[str, str] = {}
@@ -69,7 +72,7 @@ def test_chains_can_be_followed(bpe):
 
 
 @pytest.mark.parametrize(("task", "pattern"), [("common_words", r"\d+\. (\w+)"), ("frequent_words", r"\b(\w+)\b")])
-def test_the_words_asked_for_are_the_most_frequent(task, pattern, bpe):
+def test_the_words_asked_for_are_the_most_frequent(task: str, pattern: str, bpe: PreTrainedTokenizerFast) -> None:
     for size in (1, 5, 60):
         draft = MAKERS[task](Random(3), size)
         text = draft.prompt.partition("Question:")[0].partition("\n\n")[2]
@@ -80,7 +83,7 @@ def test_the_words_asked_for_are_the_most_frequent(task, pattern, bpe):
         assert found.count(ranked[most - 1]) > found.count(ranked[most])
 
 
-def test_one_document_answers(bpe):
+def test_one_document_answers(bpe: PreTrainedTokenizerFast) -> None:
     for sample in NATURAL.samples("question_answering", 1500, 12, 0, bpe):
         documents = [d for d in sample.prompt.partition("Question:")[0].split("\n\n") if d.startswith("Document")]
         question = sample.prompt.partition("Question:")[2]
@@ -89,7 +92,7 @@ def test_one_document_answers(bpe):
         assert sample.expected[0] in own
 
 
-def test_scoring():
+def test_scoring() -> None:
     two = EvalSample("t", "p", ("12", "Ab"), "", "all")
     assert [score(two, text) for text in ("12 and AB", "ab", "1 2")] == [1.0, 0.5, 0.0]
     assert score(EvalSample("t", "p", ("12", "ab"), "", "any"), "ab") == 1.0
@@ -97,7 +100,7 @@ def test_scoring():
     assert [score(exact, text) for text in ("a  b ", "a b c", "A b")] == [1.0, 0.0, 0.0]
 
 
-def test_impossible_requests_are_refused(bpe):
+def test_impossible_requests_are_refused(bpe: PreTrainedTokenizerFast) -> None:
     with pytest.raises(InputError, match="unknown task"):
         NATURAL.samples("poetry", 1000, 1, 0, bpe)
     with pytest.raises(InputError, match=f"at least {MIN_TOKENS}"):
@@ -107,7 +110,7 @@ def test_impossible_requests_are_refused(bpe):
     assert choose_tasks(NATURAL, []) == NATURAL.tasks
 
 
-def test_the_demonstrations_tasks_are_a_source_of_their_own(symbols):
+def test_the_demonstrations_tasks_are_a_source_of_their_own(symbols: Any) -> None:
     for task in NEEDLES.tasks:
         ours, theirs = NEEDLES.samples(task, 128, 3, 5, symbols), make_samples(task, 128, 3, 5)
         for sample, known in zip(ours, theirs, strict=True):
@@ -118,7 +121,7 @@ def test_the_demonstrations_tasks_are_a_source_of_their_own(symbols):
                 assert score(sample, output) == float(exact_match_text(known, output))
 
 
-def test_the_source_follows_the_tokenizer(bpe, symbols):
+def test_the_source_follows_the_tokenizer(bpe: PreTrainedTokenizerFast, symbols: Any) -> None:
     assert choose_source("auto", bpe).name == "natural"
     assert choose_source("auto", symbols).name == "needles"
     assert choose_source("natural", symbols).name == "natural"
@@ -126,7 +129,7 @@ def test_the_source_follows_the_tokenizer(bpe, symbols):
         choose_source("neddles", symbols)
 
 
-def test_sources_are_checked_when_they_are_found():
+def test_sources_are_checked_when_they_are_found() -> None:
     def found(value: str) -> list[EntryPoint]:
         return [EntryPoint("x", value, "witcert.tasks")]
 

@@ -22,7 +22,7 @@ class Recorder(TorchDispatchMode):
     """Records every operation, our custom ones included, that runs while it is active."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(

@@ -45,7 +45,7 @@ SMALL: dict[str, Any] = {
 class Pool:
     """Poisoned pool and the tokens to write into it."""
 
-    def __init__(self, case: dict[str, Any]):
+    def __init__(self, case: dict[str, Any]) -> None:
         g = torch.Generator().manual_seed(6)
         self.page, heads, dim = case["page"], case["heads"], case["D"]
         self.table, pages = page_table((case["T"],), self.page, g)

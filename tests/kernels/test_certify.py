@@ -37,7 +37,9 @@ FACTORS: dict[str, list[Any]] = {
 class Pool:
     """One pool with poisoned unused slots, written by the kernel or the reference."""
 
-    def __init__(self, length: int, page: int, dim: int, dtype: torch.dtype, bands: BandMap, backend: str = "auto"):
+    def __init__(
+        self, length: int, page: int, dim: int, dtype: torch.dtype, bands: BandMap, backend: str = "auto"
+    ) -> None:
         g = torch.Generator().manual_seed(3)
         self.table, pages = page_table((length,), page, g)
         shape = (pages, page, 1)
@@ -71,14 +73,15 @@ class Pool:
 
 def options_of(option: str, heads: int) -> dict[str, Any]:
     g = torch.Generator().manual_seed(5)
-    return {
+    options: dict[str, dict[str, Any]] = {
         "plain": {},
         "window": {"window_left": 40},
         "softcap": {"logits_soft_cap": 15.0},
         "sinks": {"sinks": torch.randn(heads, generator=g)},
         "alibi": {"alibi_slopes": torch.rand(heads, generator=g) * 0.1},
         "three": {"q_len": 3},
-    }[option]
+    }
+    return options[option]
 
 
 def check(case: dict[str, Any]) -> None:
@@ -156,14 +159,14 @@ def test_the_witness_of_tokens_in_the_pool_is_the_one_of_writing_them(dtype: tor
     pool = Pool(37, 16, 64, dtype, bands, "auto")
     stored_k, stored_v = pool.at(pool.k), pool.at(pool.v)
     fused = torch.cat([pool.exact_k, pool.exact_v], -1)
-    exact = fused.split(64, -1)
-    assert not exact[0].is_contiguous()
+    exact_k, exact_v = fused[..., :64], fused[..., 64:]
+    assert not exact_k.is_contiguous()
     slots = pool.slots.clone()
     slots[5] = -1
     for backend, below in (("auto", 0), ("reference", 1)):
         witness, values = (torch.full(x.flatten(0, 1).shape, 77, dtype=torch.uint8) for x in (pool.witness, pool.k))
         values = values[..., 0].contiguous()
-        record_witness(*exact, stored_k, stored_v, witness, values, slots, bands, backend=backend)
+        record_witness(exact_k, exact_v, stored_k, stored_v, witness, values, slots, bands, backend=backend)
         skipped = pool.slots[5]
         assert (witness[skipped] == 77).all()
         assert (values[skipped] == 77).all()
@@ -173,11 +176,11 @@ def test_the_witness_of_tokens_in_the_pool_is_the_one_of_writing_them(dtype: tor
             assert int(gap.min()) >= 0
             assert int(gap.max()) <= below
     with pytest.raises(InputError, match="stored_v"):
-        record_witness(*exact, stored_k, stored_v[:-1], witness, values, slots, bands)
+        record_witness(exact_k, exact_v, stored_k, stored_v[:-1], witness, values, slots, bands)
     with pytest.raises(InputError, match="value_witness"):
-        record_witness(*exact, stored_k, stored_v, witness, values[:-1], slots, bands)
+        record_witness(exact_k, exact_v, stored_k, stored_v, witness, values[:-1], slots, bands)
     with pytest.raises(InputError, match="32 bit"):
-        record_witness(exact[0].double(), exact[1], stored_k.double(), stored_v, witness, values, slots, bands)
+        record_witness(exact_k.double(), exact_v, stored_k.double(), stored_v, witness, values, slots, bands)
 
 
 def test_witness_of_extreme_residuals() -> None:

@@ -10,6 +10,7 @@ import torch
 from witcert_core.errors import InputError
 from witcert_core.kernels.counters import MEASURED, UNKNOWN, advanced, counter_of
 from witcert_core.kernels.decode import decode_int8
+from witcert_core.kernels.decode.launch import decode_int8_op
 from witcert_core.kernels.decode.plan import BatchDecodeWithInt8PagedKVCacheWrapper, alibi_slopes
 
 from .int8_case import KEY, LAYER, Int8Case, make_case, queries
@@ -25,7 +26,7 @@ class Replay:
         import witcert_core.kernels.decode as package
 
         self.launches: list[tuple[Any, ...]] = []
-        self.op = package.decode_int8_op
+        self.op = decode_int8_op
         with monkeypatch.context() as patch:
             patch.setattr(package, "decode_int8_op", lambda *arguments: self.launches.append(arguments))
             call()

@@ -34,14 +34,15 @@ FACTORS: dict[str, list[Any]] = {
 
 def options_of(option: str, heads: int) -> dict[str, Any]:
     g = torch.Generator().manual_seed(5)
-    return {
+    options: dict[str, dict[str, Any]] = {
         "plain": {},
         "window": {"window_left": 40},
         "softcap": {"logits_soft_cap": 15.0},
         "sinks": {"sinks": torch.randn(heads, generator=g)},
         "alibi": {"alibi_slopes": torch.rand(heads, generator=g) * 0.1},
         "three": {"q_len": 3},
-    }[option]
+    }
+    return options[option]
 
 
 def check(case: dict[str, Any]) -> None:

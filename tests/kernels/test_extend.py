@@ -37,13 +37,14 @@ def test_matches_float64(case: dict[str, Any]) -> None:
     tokens = case["new"] + 2
     q = torch.randn(tokens, case["G"], case["D"], generator=g).to(case["dtype"])
     k_new, v_new = (torch.randn(tokens, 1, case["D"], generator=g).to(case["dtype"]) for _ in range(2))
-    extra: dict[str, Any] = {
+    options: dict[str, dict[str, Any]] = {
         "plain": {},
         "window": {"window_left": 40},
         "softcap": {"logits_soft_cap": 15.0},
         "sinks": {"sinks": torch.randn(case["G"], generator=g)},
         "alibi": {"alibi_slopes": torch.rand(case["G"], generator=g) * 0.1},
-    }[case["option"]]
+    }
+    extra = options[case["option"]]
     rows = torch.tensor(sorted({0, case["new"] // 2, case["new"] - 1, tokens - 1}), dtype=torch.int32)
     counters = torch.zeros(LAYER + 1, dtype=torch.int64)
     tensors = (

@@ -83,7 +83,10 @@ def test_a_replay_is_the_eager_pass(name: str, meter: dict[str, Any], options: d
         for layers, wanted in ((mine.layers, other.layers), (mine.deterministic_layers, other.deterministic_layers)):
             for field in fields(CellBatch):
                 a, b = (getattr(found[LAYER], field.name) if found else None for found in (layers, wanted))
-                assert a is None is b or torch.equal(a, b), field.name
+                if a is None or b is None:
+                    assert a is b, field.name
+                else:
+                    assert torch.equal(a, b), field.name
         assert (mine.layers[LAYER].meter < 1).all()
 
 

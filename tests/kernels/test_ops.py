@@ -30,7 +30,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, package: Any, name: str, call: Any
     return op, tuple(clean)
 
 
-def int8_arguments(data: Int8Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def int8_arguments(data: Int8Case) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
     pool = (data.cache("NHD"), data.k_scales, data.v_scales)
     return pool, {"layer": LAYER, "head_ids": data.head_ids, "key": KEY, "witness": data.witness}
 

@@ -1,5 +1,7 @@
 """Parts of the kernels whose rounding the certificate rests on, each against exact arithmetic."""
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
 from __future__ import annotations
 
 import re

@@ -25,6 +25,8 @@ from witcert_core.serving.storage.engine import EngineCache
 from witcert_core.serving.storage.packed import PackedStorage
 from witcert_core.serving.storage.simulated import SimulatedCache
 
+from .audits import audit_of
+
 D, SLOTS, SCALE = 32, 60, 32**-0.5
 FIRST = torch.arange(1, 17)  # slots that hold another text's keys when the pass begins
 SECOND, THIRD, FOURTH = torch.arange(20, 23), torch.arange(30, 32), torch.arange(40, 41)
@@ -130,7 +132,7 @@ def test_a_prefix_of_the_same_pass_is_never_read_as_what_its_slots_held_before(k
         assert torch.allclose(out[row.token], expected, atol=2e-5)
         assert tv <= cells.meter[number, 0]
         assert (out[row.token] - exact).norm() <= cells.out_bound[number, 0] + 2e-6  # fp32 sums over values
-        assert torch.allclose(cells.tv_audit[number, 0], torch.tensor(tv).double(), atol=1e-5)
+        assert torch.allclose(audit_of(cells)[number, 0], torch.tensor(tv).double(), atol=1e-5)
         if kind is EngineCache:  # whether it reads others' tokens before or after they are written is not known
             assert cells.meter[number, 0] == 1
             assert cells.out_bound[number, 0].isinf()

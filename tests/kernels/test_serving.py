@@ -23,11 +23,12 @@ from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.steps import StepCells
 from witcert_core.serving.storage.packed import PackedStorage
 
+from .audits import audit_of
 from .two_requests import Pass, TwoRequests
 
 HQ, HKV, D, SLOTS, LAYER = 4, 2, 64, 150, 0
 SCALE = D**-0.5
-GATE = {"kind": "certified", "tau": 0.05, "block_size": 4}
+GATE: dict[str, Any] = {"kind": "certified", "tau": 0.05, "block_size": 4}
 
 
 class Served:
@@ -149,7 +150,7 @@ def test_kernels_serve_what_the_reference_serves(name: str) -> None:
         if not mine.rows:
             continue
         cells, reference = mine.layers[LAYER], other.layers[LAYER]
-        assert torch.allclose(cells.tv_audit, reference.tv_audit, atol=1e-5)
+        assert torch.allclose(audit_of(cells), audit_of(reference), atol=1e-5)
         assert torch.allclose(cells.meter, reference.meter, rtol=2e-2, atol=1e-3)  # that adds the engine's kernel
         assert (cells.out_bound <= reference.out_bound * 2.5).all()  # of sums alone, which know no directions
         assert torch.equal(cells.num_visible, reference.num_visible)
@@ -186,7 +187,7 @@ def test_what_only_kernels_attend_to(options: dict[str, Any]) -> None:
             cells = step.layers[LAYER]
             assert torch.allclose(out[row.token].double(), served, atol=2e-5)
             assert (tv <= cells.meter[i]).all()
-            assert (cells.tv_audit[i] <= cells.meter[i]).all()
+            assert (audit_of(cells)[i] <= cells.meter[i]).all()
             assert (cells.meter[i] < 0.95).all()
             assert (moved <= cells.out_bound[i]).all()
 

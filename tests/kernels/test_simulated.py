@@ -20,6 +20,7 @@ from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.steps import StepCells
 from witcert_core.serving.storage.simulated import SimulatedCache
 
+from .audits import audit_of
 from .two_requests import Pass, TwoRequests
 
 HQ, HKV, D, SLOTS, LAYER = 4, 2, 64, 150, 0
@@ -60,7 +61,7 @@ class Served:
         kind: Callable[..., SimulatedCache],
         name: str,
         dtype: torch.dtype,
-        pool: PlainPool | None = None,
+        pool: Any = None,
         device: str = "cpu",
         **sections: Any,
     ) -> None:
@@ -163,9 +164,9 @@ def test_certify_says_what_the_reference_says(
             assert (cells.out_norm <= reference.out_norm).all()
             assert torch.allclose(cells.out_norm, reference.out_norm, rtol=2e-2)
         if mine.layers:
-            cells, truth = mine.layers[LAYER], other.layers[LAYER].tv_audit
-            assert torch.allclose(cells.tv_audit, truth, atol=1e-9)
-            assert (cells.tv_audit <= cells.meter).all()
+            cells, truth = mine.layers[LAYER], audit_of(other.layers[LAYER])
+            assert torch.allclose(audit_of(cells), truth, atol=1e-9)
+            assert (audit_of(cells) <= cells.meter).all()
             assert (cells.floor == 0).all()
     assert (cells.meter < 1).any()
 

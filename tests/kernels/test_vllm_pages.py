@@ -43,7 +43,7 @@ def in_whole_blocks(served: Served) -> None:
 def test_certify_over_blocks_says_what_it_says_over_slots(order: str, name: str) -> None:
     dtype = torch.float16
     pools: list[PlainPool | PagePool] = [vllm_pool(order, dtype), PlainPool(dtype)]
-    blocks, slots = (Served(simulated_cache, name, dtype, pool) for pool in pools)  # type: ignore[arg-type]
+    blocks, slots = (Served(simulated_cache, name, dtype, pool) for pool in pools)
     for served in (blocks, slots):
         assert type(served.runtime.cache) is KernelSimulated
         in_whole_blocks(served)
@@ -62,6 +62,6 @@ def test_what_kernels_cannot_read_is_left_to_the_reference() -> None:
     """The CPU's pages, keys transposed; codes with a scale a token and head."""
     memory = torch.zeros(SLOTS // BLOCK, HKV, BLOCK, 2 * D)
     pool = PagePool({LAYER: cpu_views(memory, D, "vec")}, BLOCK)
-    assert type(Served(simulated_cache, "int4_token_group", torch.float32, pool).runtime.cache) is SimulatedCache  # type: ignore[arg-type]
+    assert type(Served(simulated_cache, "int4_token_group", torch.float32, pool).runtime.cache) is SimulatedCache
     views: dict[int, tuple[Tensor, Tensor]] = {LAYER: plain_views(memory.view(torch.int8), D + 4)}
-    assert PerTokenHeadPool(views, BLOCK, torch.int8).pages(LAYER) is None
+    assert PerTokenHeadPool(views, BLOCK, torch.int8).pages(LAYER) is None  # type: ignore[func-returns-value]

@@ -24,6 +24,8 @@ from witcert_sglang.selfcheck import check_attention
 from witcert_core.errors import UnsupportedError
 from witcert_core.serving.device.simulated import KernelSimulated
 
+from .audits import audit_of
+
 LEFT = 7  # what SGLang makes of a window of eight tokens
 
 
@@ -71,7 +73,8 @@ def test_bounds_are_over_the_tokens_that_triton_attends_to(meter: str, dtype: to
                 assert off < (4e-3 if dtype == torch.float16 else 1e-5)
                 tv = (true - compressed).abs().sum(-1) / 2
                 assert (tv <= cells.meter[number]).all()
-                assert torch.allclose(cells.tv_audit[number], tv, atol=1e-5)
+                assert torch.allclose(audit_of(cells)[number], tv, atol=1e-5)
+                assert cells.excess is not None
                 assert (cells.excess[number] <= 0).all()
 
 
@@ -85,7 +88,8 @@ def test_the_window_that_is_not_attended_to_is_a_mismatch_that_true_tv_cannot_sh
     engine.step([5, 31], ForwardMode.EXTEND)
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
     for cells in step.layers.values():
-        assert (cells.tv_audit <= cells.meter).all()
+        assert (audit_of(cells) <= cells.meter).all()
+        assert cells.excess is not None
         assert (cells.excess[0] <= 0).all()  # six tokens: all of them are within either window
         assert (cells.excess[1] > 0).any()
 
@@ -134,7 +138,8 @@ def test_the_check_at_start_names_the_backend_and_the_kind_of_pass(
     def other_scale(*args: Any, **kwargs: Any) -> torch.Tensor:
         engine.layers[0].scaling /= 1.1
         try:
-            return attend(*args, **kwargs)
+            served: torch.Tensor = attend(*args, **kwargs)
+            return served
         finally:
             engine.layers[0].scaling *= 1.1
 

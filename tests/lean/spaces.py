@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import product
 
@@ -48,7 +48,7 @@ class DitherSpace:
         self.t = F(rng.randint(1, 12), 4)
         self.S = 2
 
-    def prob(self, event) -> F:  # type: ignore[no-untyped-def]
+    def prob(self, event: Callable[..., bool]) -> F:
         return self.space.prob(event)
 
     def residual(self, token: int, channel: int, u: F) -> F:

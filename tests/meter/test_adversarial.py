@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cell_makers import attack, every_cell, supremum
+from torch import Tensor
 
 from witcert_core.meter.bounds import FORMS, extremal, meter
 from witcert_core.meter.output import output_bound
@@ -13,7 +14,7 @@ CELLS_PER_SHAPE = {1: 10, 2: 70, 3: 70, 5: 70, 8: 70, 40: 60, 400: 15}
 """288 shapes each: 105,120 cells."""
 
 
-def all_forms(p, c):
+def all_forms(p: Tensor, c: Tensor) -> dict[str, Tensor]:
     acc = accumulate_weights(p, c)
     single = acc * (1 + 2.0**-12)
     single[..., 3] = acc[..., 3] / (1 + 2.0**-12)
@@ -23,7 +24,7 @@ def all_forms(p, c):
 
 
 @pytest.mark.parametrize("tokens", CELLS_PER_SHAPE)
-def test_no_attack_passes_any_form(tokens):
+def test_no_attack_passes_any_form(tokens: int) -> None:
     cells, moved = 0, 0
     for p, c in every_cell(CELLS_PER_SHAPE[tokens], (tokens,), seed=100 + tokens):
         tv, eps = attack(p, c, seed=tokens)
@@ -37,7 +38,7 @@ def test_no_attack_passes_any_form(tokens):
     assert moved > 0.7 * cells if tokens > 1 else moved == 0
 
 
-def test_enumeration_passes_no_form_and_the_attack_misses_little():
+def test_enumeration_passes_no_form_and_the_attack_misses_little() -> None:
     ratios, quality = [], []
     for p, c in every_cell(4, (2, 7), seed=7):
         sup = supremum(p, c)
@@ -53,7 +54,7 @@ def test_enumeration_passes_no_form_and_the_attack_misses_little():
     assert tightness.quantile(0.95) < 2.2
 
 
-def test_shifts_common_to_all_tokens_change_nothing_and_are_still_covered():
+def test_shifts_common_to_all_tokens_change_nothing_and_are_still_covered() -> None:
     for p, c in every_cell(3, (6,), seed=9):
         smallest = c.amin(-1, keepdim=True)
         assert bool((total_variation_of_errors(p, smallest.expand_as(p)) == 0).all())
@@ -61,7 +62,7 @@ def test_shifts_common_to_all_tokens_change_nothing_and_are_still_covered():
 
 
 @pytest.mark.parametrize("has_sink", [False, True], ids=["plain", "sink"])
-def test_no_attack_passes_the_output_bound(has_sink):
+def test_no_attack_passes_the_output_bound(has_sink: bool) -> None:
     """The worst logit errors for TV, and values pushed along the way the output moves."""
     gen = torch.Generator().manual_seed(11)
     for p, c in every_cell(8, (3, 30), seed=12):

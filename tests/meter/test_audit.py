@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,10 +22,10 @@ def drawn(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return tuple((torch.randn(n, h, D, generator=gen) * 2).to(dtype) for n, h in ((1, HQ), (S, HKV), (S, HKV)))  # type: ignore[return-value]
 
 
-def excess(spec: AttentionSpec, made: dict[str, object], dtype: torch.dtype = torch.float32) -> Tensor:
+def excess(spec: AttentionSpec, made: dict[str, Any], dtype: torch.dtype = torch.float32) -> Tensor:
     """Of one row that an engine attended as `made` says, audited as `spec` says."""
     q, k, v = drawn(dtype)
-    out = causal_attention(q, k, v, AttentionSpec(**{"sm_scale": SCALE, **made}))  # type: ignore[arg-type]
+    out = causal_attention(q, k, v, AttentionSpec(**{"sm_scale": SCALE, **made}))
     seen = spec.visible(torch.arange(S))
     return output_excess(q[0], out[0], k[seen], v[seen], spec)
 
@@ -54,7 +56,7 @@ def test_it_is_silent_where_the_engine_attends_as_metered(
     ids=["a token less", "a token more", "no window", "the scale", "no cap", "sinks", "no sinks"],
 )
 def test_it_says_a_mismatch_where_the_engine_attends_otherwise(
-    dtype: torch.dtype, made: dict[str, object], spec: AttentionSpec
+    dtype: torch.dtype, made: dict[str, Any], spec: AttentionSpec
 ) -> None:
     """True TV of a quantizer that changes nothing is 0 in each of these: the first audit cannot see them."""
     assert (excess(spec, made, dtype) > 0).any()

@@ -1,11 +1,14 @@
 import json
 import math
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from witcert_core.errors import InputError
 from witcert_core.meter.bounds import FORM_NAMES, FORMS, extremal, meter, reference_meter
@@ -16,11 +19,11 @@ from witcert_core.meter.tv import total_variation_of_errors
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "bounds.json").read_text())["cases"]
 
 
-def cell(p, c):
+def cell(p: list[float], c: list[float]) -> tuple[Tensor, Tensor]:
     return torch.tensor(p, dtype=torch.float64), torch.tensor(c, dtype=torch.float64)
 
 
-def every_form(p, c):
+def every_form(p: Tensor, c: Tensor) -> dict[str, Tensor]:
     acc = accumulate_weights(p, c)
     values = {name: form(acc) for name, form in FORMS.items()}
     return values | {
@@ -31,7 +34,7 @@ def every_form(p, c):
 
 
 @pytest.mark.parametrize("case", VECTORS, ids=lambda case: f"S{len(case['radius'])}-{case['sup_tv']:.4g}")
-def test_known_suprema(case):
+def test_known_suprema(case: dict[str, Any]) -> None:
     p, c = cell(case["p_compressed"], case["radius"])
     values = every_form(p, c)
     for name, value in values.items():
@@ -45,7 +48,7 @@ def test_known_suprema(case):
     assert case["log_A"] * (1 - 1e-14) <= log_a <= case["log_A"] * (1 + 1e-9) + 1e-9
 
 
-def test_closed_forms_of_a_single_pair():
+def test_closed_forms_of_a_single_pair() -> None:
     """p = (1/2, 1/2), c = (r, r): A = e^r, Q = (e^r - 1)^2, and tanh(r/2) is the divisible supremum."""
     values = every_form(*cell([0.5, 0.5], [0.3, 0.3]))
     a = math.exp(0.3)
@@ -55,13 +58,13 @@ def test_closed_forms_of_a_single_pair():
     assert values["extremal"].item() == pytest.approx(math.tanh(0.15), rel=1e-9)
 
 
-def test_no_radius_no_bound():
+def test_no_radius_no_bound() -> None:
     values = every_form(*cell([0.7, 0.2, 0.1], [0.0, 0.0, 0.0]))
     assert {name: value.item() for name, value in values.items()} == dict.fromkeys(values, 0.0)
 
 
 @pytest.mark.parametrize("radius", [MAX_RADIUS * 1.0001, 1000.0, math.inf, math.nan, -0.1])
-def test_too_large_or_unknown_radii_make_the_meter_one(radius):
+def test_too_large_or_unknown_radii_make_the_meter_one(radius: float) -> None:
     values = every_form(*cell([0.9, 0.1, 0.0], [0.0, 0.0, radius]))
     for name, value in values.items():
         assert value.item() == (math.inf if name in ("eform", "rms") else 1.0), name
@@ -69,7 +72,7 @@ def test_too_large_or_unknown_radii_make_the_meter_one(radius):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
 @pytest.mark.parametrize("field", list(AccField)[: AccField.MASS_R + 1])
-def test_a_spoilt_accumulator_makes_the_meter_one(field, bad):
+def test_a_spoilt_accumulator_makes_the_meter_one(field: AccField, bad: float) -> None:
     acc = accumulate_weights(*cell([0.7, 0.2, 0.1], [0.1, 0.2, 0.3])).repeat(2, 1)
     acc[0, field] = bad
     value, form = meter(acc)
@@ -78,7 +81,7 @@ def test_a_spoilt_accumulator_makes_the_meter_one(field, bad):
     assert form[0] == FORM_NAMES.index("tanh")
 
 
-def test_the_meter_is_the_least_form_and_says_which():
+def test_the_meter_is_the_least_form_and_says_which() -> None:
     gen = torch.Generator().manual_seed(0)
     p = torch.softmax(torch.randn(300, 12, generator=gen, dtype=torch.float64) * 3, -1)
     acc = accumulate_weights(p, torch.rand(300, 12, generator=gen, dtype=torch.float64))
@@ -90,7 +93,7 @@ def test_the_meter_is_the_least_form_and_says_which():
     assert len(set(form.tolist())) >= 2
 
 
-def test_forms_keep_leading_dimensions():
+def test_forms_keep_leading_dimensions() -> None:
     p = torch.softmax(torch.randn(2, 3, 4, 9), -1)
     c = torch.rand(2, 3, 4, 9)
     flat = every_form(p.reshape(24, 9), c.reshape(24, 9))
@@ -101,7 +104,7 @@ def test_forms_keep_leading_dimensions():
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_single_precision_accumulators_are_read_with_their_own_slack(name):
+def test_single_precision_accumulators_are_read_with_their_own_slack(name: str) -> None:
     """Every sum anywhere within its slack: the form is never below the one of the exact sums."""
     gen = torch.Generator().manual_seed(4)
     slack = 2 * SUM_SLACK[torch.float32] * (1 - 2.0**-10)
@@ -122,7 +125,7 @@ def test_single_precision_accumulators_are_read_with_their_own_slack(name):
     assert bool((FORMS[name](exact.float() * (1 + 2.0**-20)) <= 1.2 * value + 1e-9).all())
 
 
-def test_intervals_tile_the_unit_interval():
+def test_intervals_tile_the_unit_interval() -> None:
     edges = unit_edges(torch.device("cpu"))
     assert edges[0] == 0.0
     assert edges[-1] == 1.0
@@ -131,13 +134,13 @@ def test_intervals_tile_the_unit_interval():
 
 
 @pytest.mark.parametrize("acc", [torch.zeros(2, 16, dtype=torch.float16), torch.zeros(2, 15)], ids=["dtype", "width"])
-def test_other_accumulators_are_refused(acc):
+def test_other_accumulators_are_refused(acc: Tensor) -> None:
     with pytest.raises(InputError, match="float32 or float64"):
         meter(acc)
 
 
 @st.composite
-def cells(draw):
+def cells(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
     size = draw(st.integers(1, 9))
     logits = draw(st.lists(st.floats(-40, 40), min_size=size, max_size=size))
     tiny = st.floats(0, 2.0**-30)
@@ -150,7 +153,7 @@ def cells(draw):
 
 @settings(max_examples=600, deadline=None)
 @given(cells())
-def test_no_error_within_the_radii_ever_passes_a_bound(cell):
+def test_no_error_within_the_radii_ever_passes_a_bound(cell: tuple[Tensor, Tensor, Tensor]) -> None:
     p, c, eps = cell
     tv = total_variation_of_errors(p, eps)
     for name, value in every_form(p, c).items():
@@ -159,7 +162,7 @@ def test_no_error_within_the_radii_ever_passes_a_bound(cell):
 
 @settings(max_examples=200, deadline=None)
 @given(cells(), st.randoms())
-def test_bounds_do_not_depend_on_the_order_of_tokens(cell, random):
+def test_bounds_do_not_depend_on_the_order_of_tokens(cell: tuple[Tensor, Tensor, Tensor], random: Random) -> None:
     p, c, _ = cell
     assume(len(p) == 1 or p.topk(2).values.diff() != 0)  # equally heavy tokens: the first is set apart
     order = list(range(len(p)))
@@ -171,7 +174,7 @@ def test_bounds_do_not_depend_on_the_order_of_tokens(cell, random):
 
 @settings(max_examples=200, deadline=None)
 @given(cells(), st.floats(1.0, 3.0))
-def test_the_supremum_grows_with_the_radii(cell, factor):
+def test_the_supremum_grows_with_the_radii(cell: tuple[Tensor, Tensor, Tensor], factor: float) -> None:
     p, c, _ = cell
     wider = torch.minimum(c * factor, torch.full_like(c, MAX_RADIUS))
     assert extremal.bound(p, wider) >= extremal.bound(p, c) * (1 - 1e-12)

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -7,7 +8,7 @@ from witcert_core.meter.budget import Budget
 
 
 @pytest.mark.parametrize("declared", [None, 1, 7, 1000])
-def test_all_cells_of_all_rows_together_spend_at_most_delta(declared):
+def test_all_cells_of_all_rows_together_spend_at_most_delta(declared: int | None) -> None:
     budget = Budget(0.01, num_layers=3, num_qo_heads=4, declared_rows=declared)
     total = 0.0
     for t in range(1, 2001):
@@ -16,27 +17,27 @@ def test_all_cells_of_all_rows_together_spend_at_most_delta(declared):
     assert total > 0.0099
 
 
-def test_a_declared_length_shares_equally_and_ends():
+def test_a_declared_length_shares_equally_and_ends() -> None:
     budget = Budget(0.01, 2, 8, declared_rows=50)
     assert budget.delta_loc(1) == budget.delta_loc(50) == pytest.approx(0.01 / (2 * 8 * 50))
     assert budget.delta_loc(51) == 0.0
     assert budget.spent(99) == pytest.approx(0.01)
 
 
-def test_an_unknown_length_follows_the_inverse_squares():
+def test_an_unknown_length_follows_the_inverse_squares() -> None:
     budget = Budget(0.01, 2, 8)
     assert budget.delta_loc(3) == pytest.approx(0.01 * 6 / (math.pi**2 * 9 * 16))
     assert budget.delta_loc(10**6) > 0.0
 
 
-def test_spent_in_closed_form_is_an_upper_bound_and_close():
+def test_spent_in_closed_form_is_an_upper_bound_and_close() -> None:
     budget = Budget(0.5, 1, 1)
     exact = 0.5 * 6 / math.pi**2 * math.fsum(1 / (i * i) for i in range(1, 5001))
     assert exact <= budget.spent(5000) <= exact * (1 + 1e-9)
     assert budget.spent(256) < budget.spent(257) < budget.spent(258)
 
 
-def test_every_reader_of_a_shared_prefix_pays_for_itself():
+def test_every_reader_of_a_shared_prefix_pays_for_itself() -> None:
     """Two requests are two budgets: a row's share does not depend on who wrote the tokens it sees."""
     first, second = Budget(0.01, 1, 1, 10), Budget(0.01, 1, 1, 10)
     assert first.delta_loc(1) == second.delta_loc(1) > 0.0
@@ -54,6 +55,6 @@ def test_every_reader_of_a_shared_prefix_pays_for_itself():
         lambda: Budget(0.1, 1, 1).spent(-1),
     ],
 )
-def test_meaningless_budgets_are_refused(make):
+def test_meaningless_budgets_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(BudgetError, match=r"must be|must lie|must not|counted from"):
         make()

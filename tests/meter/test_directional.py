@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from cell_makers import every_cell
+from torch import Tensor
 
 from witcert_core.meter import directional
 from witcert_core.meter.bounds import meter
@@ -12,7 +13,7 @@ from witcert_core.meter.output import output_bound
 from witcert_core.meter.sums import AccField, attention_sums
 
 
-def pushed(p, c, off, u):
+def pushed(p: Tensor, c: Tensor, off: Tensor, u: Tensor) -> Tensor:
     """The furthest that weights within their radii bring ``<u, sum p off>``, [C]: by the exact corner for u."""
     x = torch.einsum("csd,cd->cs", off, u)
     order = x.argsort(dim=-1, descending=True)
@@ -25,7 +26,7 @@ def pushed(p, c, off, u):
     return ((gain + loss) / (above + below)).amax(-1)
 
 
-def attacked(p, c, v, rho, out, gen):
+def attacked(p: Tensor, c: Tensor, v: Tensor, rho: Tensor, out: Tensor, gen: torch.Generator) -> Tensor:
     """The largest distance [C] found over directions, each token's value pushed along it."""
     off = torch.cat((v, torch.zeros_like(v[:1])))[: p.shape[1]] - out[:, None]
     reach = torch.nn.functional.pad(rho, (0, p.shape[1] - len(rho)))
@@ -45,7 +46,9 @@ def attacked(p, c, v, rho, out, gen):
 
 @pytest.mark.parametrize("whole", [256, 2], ids=["all directions", "two directions"])
 @pytest.mark.parametrize("has_sink", [False, True], ids=["plain", "sink"])
-def test_no_direction_of_the_errors_passes_the_bound(has_sink, whole, monkeypatch):
+def test_no_direction_of_the_errors_passes_the_bound(
+    has_sink: bool, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(directional, "WHOLE_TOKENS", whole)
     gen = torch.Generator().manual_seed(5)
     closest, finite, cells = 0.0, 0, 0
@@ -75,7 +78,7 @@ def test_no_direction_of_the_errors_passes_the_bound(has_sink, whole, monkeypatc
     assert finite > 0.5 * cells
 
 
-def test_directions_are_worth_more_than_a_variance():
+def test_directions_are_worth_more_than_a_variance() -> None:
     """Values that point everywhere: no direction holds more than a small part of their variance."""
     gen = torch.Generator().manual_seed(3)
     z, c = torch.zeros(4, 512, dtype=torch.float64), torch.full((4, 512), 0.4, dtype=torch.float64)
@@ -88,7 +91,7 @@ def test_directions_are_worth_more_than_a_variance():
     assert bool((known < 0.6 * plain).all())
 
 
-def test_the_largest_eigenvalue_is_bounded_from_above_and_closely():
+def test_the_largest_eigenvalue_is_bounded_from_above_and_closely() -> None:
     gen = torch.Generator().manual_seed(4)
     for rank in (1, 3, 64, 500):
         x = torch.randn(10, rank, 64, generator=gen, dtype=torch.float64) * 10.0 ** torch.randint(-8, 8, (10, 1, 1))
@@ -100,7 +103,7 @@ def test_the_largest_eigenvalue_is_bounded_from_above_and_closely():
 
 
 @pytest.mark.parametrize("what", ["radius", "value", "value radius"])
-def test_what_is_not_known_gives_no_bound(what):
+def test_what_is_not_known_gives_no_bound(what: str) -> None:
     c = torch.full((2, 5), 0.1, dtype=torch.float64)
     v, rho = torch.ones(5, 1, 3, dtype=torch.float64), torch.zeros(5, 1, dtype=torch.float64)
     if what == "radius":

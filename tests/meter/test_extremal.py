@@ -3,17 +3,18 @@ import math
 import pytest
 import torch
 from cell_makers import attack, every_cell, supremum
+from torch import Tensor
 
 from witcert_core.errors import InputError
 from witcert_core.meter.bounds import extremal
 
 
-def divisible_supremum(p, c, parts):
+def divisible_supremum(p: Tensor, c: Tensor, parts: int) -> Tensor:
     """Supremum when each token is cut into equal parts, by enumeration of the order statistics of attacks."""
     return supremum(p.repeat_interleave(parts, -1) / parts, c.repeat_interleave(parts, -1))
 
 
-def test_it_is_the_supremum_of_tokens_cut_finely_and_never_below():
+def test_it_is_the_supremum_of_tokens_cut_finely_and_never_below() -> None:
     gen = torch.Generator().manual_seed(0)
     p = torch.softmax(torch.randn(100, 3, generator=gen, dtype=torch.float64) * 2, -1)
     c = torch.rand(100, 3, generator=gen, dtype=torch.float64) * 2
@@ -25,7 +26,7 @@ def test_it_is_the_supremum_of_tokens_cut_finely_and_never_below():
     assert (value / quarter).median() < 1.01
 
 
-def test_equal_radii_give_tanh():
+def test_equal_radii_give_tanh() -> None:
     p = torch.softmax(torch.randn(50, 7, dtype=torch.float64), -1)
     for r in (1e-12, 1e-3, 1.0, 30.0, 38.0):
         value = extremal.bound(p, torch.full_like(p, r))
@@ -33,7 +34,7 @@ def test_equal_radii_give_tanh():
         assert bool((value >= math.tanh(r / 2)).all())
 
 
-def test_two_level_radii_in_closed_form():
+def test_two_level_radii_in_closed_form() -> None:
     """One token of mass m and radius c, the rest without error: m e^c / (m e^c + 1 - m) - m."""
     m, c = 0.01, 2.0
     p, r = torch.tensor([m, 0.6, 0.39], dtype=torch.float64), torch.tensor([c, 0.0, 0.0], dtype=torch.float64)
@@ -42,7 +43,7 @@ def test_two_level_radii_in_closed_form():
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1e-12, 1e-8])
-def test_tiny_suprema_keep_their_relative_precision(scale):
+def test_tiny_suprema_keep_their_relative_precision(scale: float) -> None:
     gen = torch.Generator().manual_seed(1)
     p = torch.softmax(torch.randn(50, 9, generator=gen, dtype=torch.float64), -1)
     c = torch.rand(50, 9, generator=gen, dtype=torch.float64)
@@ -51,7 +52,7 @@ def test_tiny_suprema_keep_their_relative_precision(scale):
     torch.testing.assert_close(first_order, reference, rtol=2e-4, atol=0)
 
 
-def test_the_closed_form_share_beats_every_other_share():
+def test_the_closed_form_share_beats_every_other_share() -> None:
     """The split of the critical token is at the maximum: a fine scan of shares finds nothing above."""
     gen = torch.Generator().manual_seed(2)
     p = torch.softmax(torch.randn(200, 5, generator=gen, dtype=torch.float64) * 2, -1)
@@ -71,7 +72,7 @@ def test_the_closed_form_share_beats_every_other_share():
     assert (value / best).median() < 1.001
 
 
-def test_unnormalised_weights_are_normalised():
+def test_unnormalised_weights_are_normalised() -> None:
     p, c = (
         torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64),
         torch.tensor([1.0, 0.2, 0.0], dtype=torch.float64),
@@ -90,7 +91,7 @@ def test_unnormalised_weights_are_normalised():
         ([-0.5, 1.5], [0.1, 0.1]),
     ],
 )
-def test_what_is_not_a_cell_says_one(p, c):
+def test_what_is_not_a_cell_says_one(p: list[float], c: list[float]) -> None:
     good = (
         torch.tensor([[0.5, 0.5], p], dtype=torch.float64),
         torch.tensor([[0.1, 0.1], c], dtype=torch.float64),
@@ -98,12 +99,12 @@ def test_what_is_not_a_cell_says_one(p, c):
     assert extremal.bound(*good).tolist() == [pytest.approx(math.tanh(0.05)), 1.0]
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="one shape"):
         extremal.bound(torch.zeros(2, 3), torch.zeros(2, 4))
 
 
-def test_attacks_reach_it_when_tokens_are_fine():
+def test_attacks_reach_it_when_tokens_are_fine() -> None:
     """Not only never passed but reached: with 400 tokens the best attack is within a few per cent."""
     batches = [b for b in every_cell(2, (400,), seed=3) if b[1].max() < 3 and b[0].max() < 0.1]
     for p, c in batches:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from witcert_core.cache.radii import dither_law, radius_dither
 from witcert_core.errors import BudgetError, InputError
@@ -15,7 +16,9 @@ from witcert_core.quantizers.dither import DitherKey, dequantize_int8, quantize_
 DELTAS = (1e-1, 1e-4, 1e-9)
 
 
-def attacked(sigma, bias, delta, gen, steps=250):
+def attacked(
+    sigma: Tensor, bias: Tensor, delta: float, gen: torch.Generator, steps: int = 250
+) -> tuple[Tensor, Tensor, Tensor]:
     """Exact weights and signed errors [C, S] on the edge of the event ``sum p e^(theta y) <= K``, by ascent of TV."""
     theta = math.sqrt(2 * math.log(2 / delta))
     log_k = math.log(2 / delta) + theta**2 / 2
@@ -25,7 +28,7 @@ def attacked(sigma, bias, delta, gen, steps=250):
     raised = torch.rand(sigma.shape, generator=gen) < torch.rand(len(sigma), 1, generator=gen)
     sign = torch.where(raised, 1.0, -1.0).to(torch.float64)
 
-    def play():
+    def play() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         log_p = z.log_softmax(-1)
         # sum p (e^(theta y) - 1) = K - 1, shared out by a distribution: every y is at least 0.
         log_grown = (share + log_p.detach()).log_softmax(-1) + log_k + math.log1p(-math.exp(-log_k)) - log_p
@@ -47,7 +50,7 @@ def attacked(sigma, bias, delta, gen, steps=250):
 
 @pytest.mark.parametrize("delta", DELTAS)
 @pytest.mark.parametrize("size", [1, 2, 3, 40])
-def test_no_errors_on_its_event_pass_the_bound(delta, size):
+def test_no_errors_on_its_event_pass_the_bound(delta: float, size: int) -> None:
     gen = torch.Generator().manual_seed(size)
     cells = 64
     scale = torch.logspace(-4, -0.3, cells, dtype=torch.float64)[:, None]
@@ -65,7 +68,7 @@ def test_no_errors_on_its_event_pass_the_bound(delta, size):
         assert (found / tv)[usable].median() < 1.6
 
 
-def dithered(tokens, dim, seed):
+def dithered(tokens: int, dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q [1, D], exact and stored keys [S, 1, D] with one dither row, scales."""
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, 1, dim, generator=gen)
@@ -74,11 +77,11 @@ def dithered(tokens, dim, seed):
     return torch.randn(1, dim, generator=gen), x, dequantize_int8(codes, scales, u), scales
 
 
-def weights_of(q, k, scale):
+def weights_of(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return ((k[:, 0].double() @ q[0].double()) * scale).softmax(-1)
 
 
-def test_it_fails_no_more_often_than_its_share():
+def test_it_fails_no_more_often_than_its_share() -> None:
     delta, failed, draws = 0.5, 0, 400
     for seed in range(draws):
         q, exact, stored, scales = dithered(24, 32, seed)
@@ -90,7 +93,7 @@ def test_it_fails_no_more_often_than_its_share():
 
 
 @pytest.mark.parametrize(("tokens", "gain"), [(256, 0.95), (4096, 0.9)])
-def test_it_is_tighter_than_the_union_over_tokens(tokens, gain):
+def test_it_is_tighter_than_the_union_over_tokens(tokens: int, gain: float) -> None:
     dim, delta = 64, 1e-7
     q, _, stored, scales = dithered(tokens, dim, 3)
     law = dither_law(q, scales, dim**-0.5)
@@ -99,14 +102,14 @@ def test_it_is_tighter_than_the_union_over_tokens(tokens, gain):
     assert joint.bound(served, law.sigma, law.bias, law.certain, delta)[0] < gain * union[0]
 
 
-def test_a_heavy_token_is_treated_apart():
+def test_a_heavy_token_is_treated_apart() -> None:
     sigma = torch.full((1, 100), 0.05, dtype=torch.float64)
     p = torch.full((1, 100), 0.001 / 99, dtype=torch.float64)
     p[0, 0] = 0.999
     assert joint.bound(p, sigma, 0 * sigma, 20 * sigma, 1e-6)[0] < 0.002
 
 
-def test_it_keeps_the_token_apart_that_the_sums_keep_apart():
+def test_it_keeps_the_token_apart_that_the_sums_keep_apart() -> None:
     """Weights that differ in their last bit may change places in a logarithm; what `needle` lowers must not."""
     first = 0.4 + 0.2 * torch.rand(50000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     p = torch.stack([first, torch.nextafter(first, torch.ones_like(first))], dim=-1)
@@ -116,7 +119,7 @@ def test_it_keeps_the_token_apart_that_the_sums_keep_apart():
     assert (accumulate_weights(p, c)[:, AccField.C_H] == c.gather(-1, apart)[:, 0]).all()
 
 
-def test_exact_tokens_move_nothing():
+def test_exact_tokens_move_nothing() -> None:
     p = torch.rand(3, 9, dtype=torch.float64).softmax(-1)
     nothing = torch.zeros_like(p)
     assert (joint.bound(p, nothing, nothing, nothing, 1e-3) < 1e-9).all()
@@ -124,7 +127,7 @@ def test_exact_tokens_move_nothing():
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), -1.0])
 @pytest.mark.parametrize("what", ["sigma", "bias", "certain"])
-def test_what_is_unknown_has_bound_1(what, bad):
+def test_what_is_unknown_has_bound_1(what: str, bad: float) -> None:
     given = {name: torch.full((2, 4), 0.01, dtype=torch.float64) for name in ("sigma", "bias", "certain")}
     given[what][1, 2] = bad
     found = joint.bound(torch.full((2, 4), 0.25, dtype=torch.float64), **given, delta=0.01)
@@ -132,7 +135,7 @@ def test_what_is_unknown_has_bound_1(what, bad):
     assert found[1] == 1
 
 
-def test_wrong_arguments_are_refused():
+def test_wrong_arguments_are_refused() -> None:
     p = torch.full((1, 4), 0.25, dtype=torch.float64)
     with pytest.raises(InputError, match="one shape"):
         joint.bound(p, p[:, :2], p, p, 0.1)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from witcert_core.cache.bands import band_map
 from witcert_core.cache.witness_store import WitnessStore
@@ -25,14 +26,14 @@ from witcert_core.quantizers.rotary import RotarySpec
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def rounded(x, dtype, truncates=False):
+def rounded(x: Tensor, dtype: torch.dtype, truncates: bool = False) -> Tensor:
     """Float32 x in a dtype and back, to nearest or towards zero."""
     if dtype == torch.bfloat16 and truncates:
         return (x.contiguous().view(torch.int32) & -65536).view(torch.float32)
     return x.to(dtype).float()
 
 
-def served(z, v, arithmetic, sink=None):
+def served(z: Tensor, v: Tensor, arithmetic: KernelArithmetic, sink: Tensor | None = None) -> Tensor:
     """What a flash kernel hands on [C, Dv], one token after the other: z [C, S] float32 logits, v [S, Dv]."""
     top = z.amax(-1, keepdim=True)
     w = (z - top).exp()
@@ -48,14 +49,14 @@ def served(z, v, arithmetic, sink=None):
     return rounded(out / total[:, None], arithmetic.output, arithmetic.truncates).double()
 
 
-def least_cast(dtype):
+def least_cast(dtype: torch.dtype) -> float:
     """Weights a little above a half, which rounding to nearest brings down to it."""
     unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
     return math.log(0.5 * (1 + unit - unit / 8))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_the_mass_that_casting_weights_loses_is_in_the_output_bound(dtype):
+def test_the_mass_that_casting_weights_loses_is_in_the_output_bound(dtype: torch.dtype) -> None:
     """Equal values and nothing quantized: no weight can move the output, but their sum is not 1."""
     dim, count = 64, 1000
     k, v = torch.zeros(count, 1, dim, dtype=dtype), torch.full((count, 1, dim), 1.9921875, dtype=dtype)
@@ -105,7 +106,7 @@ def test_the_mass_that_casting_weights_loses_is_in_the_output_bound(dtype):
     ],
     ids=["float32", "bfloat16", "float16", "truncated outputs", "truncated weights"],
 )
-def test_no_kernel_hands_on_more_than_the_error_of_its_arithmetic(arithmetic, sink):
+def test_no_kernel_hands_on_more_than_the_error_of_its_arithmetic(arithmetic: KernelArithmetic, sink: bool) -> None:
     gen = torch.Generator().manual_seed(7)
     closest = 0.0
     for trial in range(30):
@@ -129,7 +130,7 @@ def test_no_kernel_hands_on_more_than_the_error_of_its_arithmetic(arithmetic, si
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-def test_parts_that_cancel_after_their_own_rounding_are_allowed_for(dtype):
+def test_parts_that_cancel_after_their_own_rounding_are_allowed_for(dtype: torch.dtype) -> None:
     """Two halves of the tokens, each rounded as an output before both are merged, and nearly opposite."""
     unit, one = KernelArithmetic((), dtype).output_unit, KernelArithmetic((), dtype)
     v = torch.tensor([1.0 + unit * 0.99, -1.0]).reshape(2, 1, 1)
@@ -158,7 +159,7 @@ def test_parts_that_cancel_after_their_own_rounding_are_allowed_for(dtype):
     assert not KernelArithmetic.of(torch.float32).merges
 
 
-def test_sixteen_bits_are_told_apart():
+def test_sixteen_bits_are_told_apart() -> None:
     """float16 has eight times the precision of bfloat16; what dtypes do not say is taken for bfloat16."""
     half, wide, single = (KernelArithmetic.of(x) for x in (torch.float16, torch.bfloat16, torch.float32))
     assert (half.cast_unit, wide.cast_unit, single.cast_unit) == (2.0**-11, 2.0**-8, 0.0)
@@ -168,7 +169,7 @@ def test_sixteen_bits_are_told_apart():
     assert mass_error(1000, half) < 2.0**-10 < mass_error(1000, wide)
 
 
-def test_what_is_not_known_of_values_is_unknown_of_outputs():
+def test_what_is_not_known_of_values_is_unknown_of_outputs() -> None:
     weights = torch.full((1, 4), 0.25, dtype=torch.float64)
     omega = torch.full((1, 4), 1e-6, dtype=torch.float64)
     v = torch.ones(4, 1, 8)

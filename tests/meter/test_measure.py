@@ -2,9 +2,12 @@ import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from witcert_core.cache import radii
 from witcert_core.cache.bands import band_map
@@ -14,7 +17,7 @@ from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.audit import true_tv
 from witcert_core.meter.batching import MAX_ELEMENTS, batch_rows
 from witcert_core.meter.bounds import FORM_NAMES, FORMS, extremal, meter
-from witcert_core.meter.cells import bounds_of, sum_terms
+from witcert_core.meter.cells import CellBatch, bounds_of, sum_terms
 from witcert_core.meter.kernel_error import SOFTMAX_FP32, KernelArithmetic, arithmetic_radius
 from witcert_core.meter.measure import bound_cells, measure, measure_rows
 from witcert_core.meter.sums import AccField
@@ -30,7 +33,15 @@ SPEC = AttentionSpec(SCALE)
 class Store:
     """Radii of a small cache whose keys were quantized by one of three rules."""
 
-    def __init__(self, tier, slots=150, kv_heads=2, dim=64, dtype=torch.float32, seed=0):
+    def __init__(
+        self,
+        tier: str,
+        slots: int = 150,
+        kv_heads: int = 2,
+        dim: int = 64,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
         gen = torch.Generator().manual_seed(seed)
         self.tier = tier
         self.exact = torch.randn(slots, kv_heads, dim, generator=gen)
@@ -49,20 +60,20 @@ class Store:
             self.codes = dither.group_witness_codes(self.exact, self.k, self.scales)
         self.rho = decode_norm(value_codes(self.exact_v, self.v.float()))
 
-    def key_radius(self, q, slots, sm_scale, delta_loc):
+    def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
         if self.tier == "witness":
             return radii.radius_witness(q, self.codes[slots], self.bands, sm_scale)
         if self.tier == "group":
             return radii.radius_group_witness(q, self.scales[slots], self.codes[slots], sm_scale)
         return radii.radius_dither(q, self.scales[slots], sm_scale, delta_loc, slots.numel())
 
-    def value_radius(self, slots):
+    def value_radius(self, slots: Tensor) -> Tensor:
         return self.rho[slots]
 
-    def residuals(self, slots):
+    def residuals(self, slots: Tensor) -> None:
         return None
 
-    def exact_heads(self, slots):
+    def exact_heads(self, slots: Tensor) -> Tensor:
         return torch.zeros(len(slots), self.k.shape[1], dtype=torch.bool)
 
 
@@ -71,18 +82,25 @@ class Joint(Store):
 
     asked = 0
 
-    def joint_key_radius(self, q, slots, sm_scale):
+    def joint_key_radius(self, q: Tensor, slots: Tensor, sm_scale: float) -> Tensor:
         self.asked += 1
         return radii.radius_witness(q, self.codes[slots].flatten(1, 2), self.bands, sm_scale)
 
 
-def run(store, lengths=(150, 64, 7, 1), heads=4, seed=1, **options):
+def audit_of(cells: CellBatch) -> Tensor:
+    assert cells.tv_audit is not None
+    return cells.tv_audit
+
+
+def run(
+    store: Store, lengths: Sequence[int] = (150, 64, 7, 1), heads: int = 4, seed: int = 1, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, CellBatch]:
     gen = torch.Generator().manual_seed(seed)
     rows = len(lengths)
     q = torch.randn(rows, heads, store.k.shape[-1], generator=gen).to(store.k.dtype)
     indptr = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
     indices = torch.cat([torch.randperm(len(store.k), generator=gen)[:n] for n in lengths]).to(torch.int32)
-    given = {
+    given: dict[str, Any] = {
         "kv_indptr": indptr,
         "kv_indices": indices,
         "radii": store,
@@ -94,7 +112,7 @@ def run(store, lengths=(150, 64, 7, 1), heads=4, seed=1, **options):
     return q, indptr, indices, measure(q, store.k, store.v, **(given | options))
 
 
-def exact_outputs(store, q, indices, cap=0.0, sinks=None):
+def exact_outputs(store: Store, q: Tensor, indices: Tensor, cap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
     """Output [H, D] from exact keys and values in float64, by a plain loop."""
     out = []
     for head in range(len(q)):
@@ -108,7 +126,7 @@ def exact_outputs(store, q, indices, cap=0.0, sinks=None):
     return torch.stack(out)
 
 
-def stored_outputs(store, q, indices, **other):
+def stored_outputs(store: Store, q: Tensor, indices: Tensor, **other: Any) -> Tensor:
     twin = Store.__new__(Store)
     twin.__dict__ = store.__dict__ | {"exact": store.k.float(), "exact_v": store.v.float()}
     return exact_outputs(twin, q, indices, **other)
@@ -117,12 +135,12 @@ def stored_outputs(store, q, indices, **other):
 @pytest.mark.parametrize("tier", ["witness", "group", "dither"])
 @pytest.mark.parametrize("sink", [False, True], ids=["plain", "sink"])
 @pytest.mark.parametrize("cap", [0.0, 3.0], ids=["uncapped", "capped"])
-def test_no_audited_cell_and_no_output_passes_its_bound(tier, sink, cap):
+def test_no_audited_cell_and_no_output_passes_its_bound(tier: str, sink: bool, cap: float) -> None:
     store = Store(tier)
     sinks = torch.linspace(-2, 3, 4) if sink else None
     q, indptr, indices, cells = run(store, spec=AttentionSpec(SCALE, cap, sinks=sinks))
-    assert bool((cells.tv_audit <= cells.meter).all())
-    assert bool((cells.tv_audit[:3] > 1e-4).all())
+    assert bool((audit_of(cells) <= cells.meter).all())
+    assert bool((audit_of(cells)[:3] > 1e-4).all())
     assert cells.num_visible.tolist() == [150, 64, 7, 1]
     for r in range(4):
         visible = indices[indptr[r] : indptr[r + 1]].long()
@@ -132,7 +150,7 @@ def test_no_audited_cell_and_no_output_passes_its_bound(tier, sink, cap):
         assert bool(((exact - stored).norm(dim=-1) <= cells.out_bound[r]).all())
 
 
-def test_the_order_of_the_tiers():
+def test_the_order_of_the_tiers() -> None:
     means = {tier: run(Store(tier))[3].meter[:3].mean().item() for tier in ("group", "dither")}
     hard = run(Store("dither"), delta_loc=[0.0] * 4)[3]
     assert means["dither"] < means["group"] < hard.meter[:3].mean()
@@ -140,12 +158,12 @@ def test_the_order_of_the_tiers():
 
 
 @pytest.mark.parametrize("form", FORM_NAMES)
-def test_every_form_can_be_asked_for(form):
+def test_every_form_can_be_asked_for(form: str) -> None:
     store = Store("witness")
     cells = run(store, form=form)[3]
     auto = run(store)[3]
     assert bool((cells.form == FORM_NAMES.index(form)).all())
-    assert bool((cells.tv_audit <= cells.meter).all())
+    assert bool((audit_of(cells) <= cells.meter).all())
     if form != "extremal":
         value = FORMS[form](cells.acc).clamp(max=1.0)
         assert bool(((cells.meter - value).abs() < 1e-4).all())
@@ -155,7 +173,7 @@ def test_every_form_can_be_asked_for(form):
         assert bool((cells.meter[:2] <= auto.meter[:2] * (1 + 1e-9)).all())
 
 
-def test_the_meter_is_the_bound_of_the_recomputed_weights_plus_the_kernels_arithmetic():
+def test_the_meter_is_the_bound_of_the_recomputed_weights_plus_the_kernels_arithmetic() -> None:
     store = Store("witness", slots=9)
     q, _, indices, cells = run(store, lengths=(9,), form="extremal")
     z = torch.einsum("hd,shd->hs", q[0].double(), store.k[indices.long()].double().repeat_interleave(2, 1)) * SCALE
@@ -166,7 +184,7 @@ def test_the_meter_is_the_bound_of_the_recomputed_weights_plus_the_kernels_arith
 
 
 @pytest.mark.parametrize("cap", [0.0, 50.0])
-def test_a_soft_cap_adds_the_rounding_of_its_own(cap):
+def test_a_soft_cap_adds_the_rounding_of_its_own(cap: float) -> None:
     store = Store("witness", slots=9)
     q, _, indices, cells = run(store, lengths=(9,), spec=AttentionSpec(SCALE, cap))
     omega = arithmetic_radius(q[0], store.k[indices.long()], SCALE) + 2.0**-20 + 9 * 2.0**-27
@@ -175,24 +193,24 @@ def test_a_soft_cap_adds_the_rounding_of_its_own(cap):
     torch.testing.assert_close(added, torch.tanh(omega.amax(-1) / 2), rtol=1e-9, atol=1e-15)
 
 
-def test_an_exact_cache_costs_only_the_kernels_arithmetic():
+def test_an_exact_cache_costs_only_the_kernels_arithmetic() -> None:
     store = Store("witness")
     store.exact = store.k
     store.codes = torch.zeros_like(store.codes)
     cells = run(store)[3]
     assert bool((cells.meter < 1e-4).all())
     assert bool((cells.meter > 0.0).all())
-    assert bool((cells.tv_audit <= cells.meter).all())
+    assert bool((audit_of(cells) <= cells.meter).all())
 
 
-def test_sixteen_bit_caches_pay_for_the_cast_of_the_weights():
+def test_sixteen_bit_caches_pay_for_the_cast_of_the_weights() -> None:
     plain, half = run(Store("witness"))[3], run(Store("witness", dtype=torch.bfloat16))[3]
     assert bool((half.meter[:3] > plain.meter[:3] + 0.5 * 2.0**-9 - 0.01).all())
     assert bool((half.meter[3] >= math.tanh(2.0**-9)).all())
-    assert bool((half.tv_audit <= half.meter).all())
+    assert bool((audit_of(half) <= half.meter).all())
 
 
-def test_a_window_sees_its_own_token_and_that_many_before():
+def test_a_window_sees_its_own_token_and_that_many_before() -> None:
     store = Store("witness")
     q, indptr, indices, cells = run(store, lengths=(150, 64, 7), spec=AttentionSpec(SCALE, window_left=9))
     assert cells.num_visible.tolist() == [10, 10, 7]
@@ -212,13 +230,13 @@ def test_a_window_sees_its_own_token_and_that_many_before():
 
 
 @pytest.mark.parametrize("window", [-1, 9])
-def test_quantized_tokens_are_counted_by_row_and_head(window):
+def test_quantized_tokens_are_counted_by_row_and_head(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows side by side, one of them alone, against counting one by one; a cell of exact tokens only counts 0."""
     store = Store("witness")
     exact = torch.zeros(*store.k.shape[:2], dtype=torch.bool)
     exact[::3, 0] = True
     exact[:, 1] = True  # every token of this head: its cells are exact
-    store.exact_heads = lambda slots: exact[slots]
+    monkeypatch.setattr(store, "exact_heads", lambda slots: exact[slots])
     _, indptr, indices, cells = run(store, lengths=(60, 64, 7, 1), spec=AttentionSpec(SCALE, window_left=window))
     for r, (first, last) in enumerate(itertools.pairwise(indptr.tolist())):
         seen = indices[first:last][-(window + 1) :] if window >= 0 else indices[first:last]
@@ -227,10 +245,10 @@ def test_quantized_tokens_are_counted_by_row_and_head(window):
         assert counts[2:] == [0, 0]
 
 
-def test_only_the_marked_rows_are_audited():
+def test_only_the_marked_rows_are_audited() -> None:
     marks = torch.tensor([False, True, False, False])
     cells = run(Store("witness"), audit_rows=marks)[3]
-    assert cells.tv_audit.isnan().all(-1).tolist() == [True, False, True, True]
+    assert audit_of(cells).isnan().all(-1).tolist() == [True, False, True, True]
 
 
 @pytest.mark.parametrize("tier", ["witness", "group", "dither"])
@@ -240,7 +258,7 @@ def test_only_the_marked_rows_are_audited():
     [{}, {"sinks": torch.linspace(-2, 3, 4)}, {"logits_soft_cap": 3.0, "window_left": 31}],
     ids=["plain", "sink", "capped"],
 )
-def test_a_row_beside_others_says_what_it_says_alone(tier, form, options):
+def test_a_row_beside_others_says_what_it_says_alone(tier: str, form: str, options: dict[str, Any]) -> None:
     store = Store(tier)
     store.k[3, 0, 0] = math.nan  # of some rows; the others must not notice
     lengths = (40, 33, 1, 36, 7, 150, 31, 2, 39)
@@ -269,7 +287,7 @@ def test_a_row_beside_others_says_what_it_says_alone(tier, form, options):
     assert 0 < spoilt < len(lengths)
 
 
-def test_joint_radii_are_those_of_each_row():
+def test_joint_radii_are_those_of_each_row() -> None:
     lengths, certain = (40, 33, 36, 40, 40), [0.0] * 5
     joint = Joint("witness")
     cells, plain = (run(store, lengths, delta_loc=certain)[3] for store in (joint, Store("witness")))
@@ -282,8 +300,8 @@ def test_joint_radii_are_those_of_each_row():
     assert joint.asked == 1
 
 
-def test_rows_of_unlike_length_or_many_tokens_do_not_go_together():
-    def lengths(tokens, elements):
+def test_rows_of_unlike_length_or_many_tokens_do_not_go_together() -> None:
+    def lengths(tokens: Sequence[int], elements: int) -> list[list[int]]:
         return [batch.lengths for batch in batch_rows([torch.arange(n) for n in tokens], elements)]
 
     assert lengths((100, 300, 110, 125, 126), 1) == [[100, 110, 125], [126], [300]]
@@ -291,10 +309,10 @@ def test_rows_of_unlike_length_or_many_tokens_do_not_go_together():
     assert lengths((100, 100), MAX_ELEMENTS) == [[100], [100]]
 
 
-def test_bounds_of_many_layers_at_once_are_those_of_each():
+def test_bounds_of_many_layers_at_once_are_those_of_each() -> None:
     store = Store("witness")
     gen = torch.Generator().manual_seed(3)
-    options = {"radii": store, "delta_loc": [0.0, 0.0]}
+    options: dict[str, Any] = {"radii": store, "delta_loc": [0.0, 0.0]}
     layers = []
     for sinks, form in ((None, "auto"), (None, "auto"), (torch.zeros(4), "auto"), (None, "rms"), (None, "auto")):
         q = torch.randn(2, 4, 64, generator=gen)
@@ -310,7 +328,7 @@ def test_bounds_of_many_layers_at_once_are_those_of_each():
     assert not torch.equal(together[0].meter, together[1].meter)
 
 
-def test_slots_that_are_not_visible_are_never_read():
+def test_slots_that_are_not_visible_are_never_read() -> None:
     store = Store("witness")
     clean = run(store, lengths=(40,))
     unseen = torch.ones(150, dtype=torch.bool)
@@ -322,7 +340,7 @@ def test_slots_that_are_not_visible_are_never_read():
 
 
 @pytest.mark.parametrize("what", ["code", "key", "value", "query", "rho"])
-def test_the_unknown_is_one_or_infinite_in_the_cells_that_see_it(what):
+def test_the_unknown_is_one_or_infinite_in_the_cells_that_see_it(what: str) -> None:
     store = Store("witness")
     slot = int(run(store, lengths=(40,))[2][5])
     if what == "code":
@@ -358,7 +376,7 @@ def test_the_unknown_is_one_or_infinite_in_the_cells_that_see_it(what):
     assert bool((cells.meter[0, :2] < 0.5).all())
 
 
-def test_a_token_beyond_any_bound_is_told_by_log_a():
+def test_a_token_beyond_any_bound_is_told_by_log_a() -> None:
     store = Store("witness")
     store.codes[:, :, 0] = 230
     cells = run(store)[3]
@@ -381,7 +399,7 @@ def test_a_token_beyond_any_bound_is_told_by_log_a():
         ({"kv_indices": torch.full((222,), 150)}, "slots 0..149"),
     ],
 )
-def test_wrong_arguments_are_refused(change, message):
+def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         run(Store("witness"), **change)
 
@@ -395,20 +413,20 @@ def test_wrong_arguments_are_refused(change, message):
         ((1, 4, 8), (9, 2, 8), (8, 2, 8)),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(q, k, v):
-    rows = {"kv_indptr": torch.tensor([0, 1]), "kv_indices": torch.tensor([0]), "delta_loc": [0.0]}
+def test_shapes_that_do_not_fit_are_refused(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    rows: dict[str, Any] = {"kv_indptr": torch.tensor([0, 1]), "kv_indices": torch.tensor([0]), "delta_loc": [0.0]}
     store = Store("witness", slots=9, dim=8)
     with pytest.raises(InputError, match="must be"):
         measure(torch.zeros(q), torch.zeros(k), torch.zeros(v), radii=store, spec=SPEC, **rows)
 
 
-def test_infinite_fields_do_not_leak_into_finite_ones():
+def test_infinite_fields_do_not_leak_into_finite_ones() -> None:
     cells = run(Store("witness"))[3]
     assert bool(cells.acc.isfinite().all())
     assert torch.equal(cells.log_a, cells.acc[..., AccField.LOG_A])
 
 
-def test_float16_weights_too_small_to_hold_are_covered():
+def test_float16_weights_too_small_to_hold_are_covered() -> None:
     """One token at logit 0, very many at -17.5: in float16 their weights vanish, 0.3 % of the mass."""
     count, below = 131072, -17.5
     z = torch.full((1, count), below, dtype=torch.float64)
@@ -424,7 +442,7 @@ def test_float16_weights_too_small_to_hold_are_covered():
         assert bool(bounds_of(terms, "auto", False).meter >= lost) is covered
 
 
-def test_the_truth_is_never_above_one():
+def test_the_truth_is_never_above_one() -> None:
     """Once a violation: float32 weights summed to 1 + 1e-9, disjoint from the exact ones, under a bound of 1."""
     above = 0
     for seed in range(60):

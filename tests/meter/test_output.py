@@ -2,13 +2,16 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from witcert_core.meter.bounds import meter
 from witcert_core.meter.output import output_bound, relative_output_bound
 from witcert_core.meter.sums import SUM_SLACK, AccField, accumulate
 
 
-def outputs(logits, eps, v_stored, direction, rho, sink=None):
+def outputs(
+    logits: Tensor, eps: Tensor, v_stored: Tensor, direction: Tensor, rho: Tensor, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Compressed and exact outputs [H, Dv]; exact values are v~ + rho * direction, exact logits z~ - eps."""
     exact_v = v_stored + rho[..., None] * direction
     z, z_exact = logits, logits - eps
@@ -23,11 +26,11 @@ def outputs(logits, eps, v_stored, direction, rho, sink=None):
 @pytest.mark.parametrize("has_sink", [False, True], ids=["plain", "sink"])
 @pytest.mark.parametrize("radius", [1e-9, 0.02, 0.3, 2.0])
 @pytest.mark.parametrize("rho_size", [0.0, 0.1, 1.0])
-def test_attacked_logits_and_values_stay_within_the_bound(radius, rho_size, has_sink):
+def test_attacked_logits_and_values_stay_within_the_bound(radius: float, rho_size: float, has_sink: bool) -> None:
     """Errors at their limits, pushed along the direction in which they help each other."""
     gen = torch.Generator().manual_seed(1)
 
-    def draw(*shape):
+    def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=gen, dtype=torch.float64)
 
     best, reached = math.inf, 0.0
@@ -58,7 +61,7 @@ def test_attacked_logits_and_values_stay_within_the_bound(radius, rho_size, has_
         assert best < 1.2  # the value term is tight when nothing else moves
 
 
-def test_every_form_is_needed_and_the_smallest_is_taken():
+def test_every_form_is_needed_and_the_smallest_is_taken() -> None:
     logits = torch.zeros(1, 4, dtype=torch.float64)
     v = torch.randn(4, 1, 3)
     rho = torch.zeros(4, 1)
@@ -81,14 +84,14 @@ def test_every_form_is_needed_and_the_smallest_is_taken():
         torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_equal_exact_values_cannot_move():
+def test_equal_exact_values_cannot_move() -> None:
     v = torch.ones(5, 1, 3)
     acc = accumulate(torch.randn(1, 5), torch.full((1, 5), 3.0), v, torch.zeros(5, 1))
     bound = output_bound(acc, meter(acc)[0], torch.tensor([3.0**0.5]))
     assert bound.item() < 1e-3
 
 
-def test_a_sink_brings_the_zero_vector():
+def test_a_sink_brings_the_zero_vector() -> None:
     """Equal values move all the same when weight flows to or from the sink."""
     logits, sink = torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     v, rho, c = torch.ones(3, 1, 4), torch.zeros(3, 1), torch.full((1, 3), 0.5, dtype=torch.float64)
@@ -105,7 +108,7 @@ def test_a_sink_brings_the_zero_vector():
     assert output_bound(kernel, meter(acc)[0], compressed.norm(dim=-1), has_sink=True).item() >= moved
 
 
-def test_single_precision_accumulators_are_read_with_their_own_slack():
+def test_single_precision_accumulators_are_read_with_their_own_slack() -> None:
     """Every sum anywhere within its slack: the bound is never below the one of the exact sums."""
     gen = torch.Generator().manual_seed(3)
     slack = 2 * SUM_SLACK[torch.float32] * (1 - 2.0**-10)
@@ -125,7 +128,7 @@ def test_single_precision_accumulators_are_read_with_their_own_slack():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("field", ["V2", "RHO1", "RHO_MAX", "V_RADIUS", "norm", "tv"])
-def test_the_unknown_is_infinite_or_still_bounded_but_never_nan(field, bad):
+def test_the_unknown_is_infinite_or_still_bounded_but_never_nan(field: str, bad: float) -> None:
     acc = accumulate(torch.zeros(1, 4), torch.full((1, 4), 0.1), torch.randn(4, 1, 3), torch.rand(4, 1))
     tv, norm = meter(acc)[0], torch.ones(1)
     clean = output_bound(acc, tv, norm)
@@ -149,10 +152,10 @@ def test_the_unknown_is_infinite_or_still_bounded_but_never_nan(field, bad):
         (1.0, math.nan, math.inf),
     ],
 )
-def test_relative_bound(bound, norm, relative):
+def test_relative_bound(bound: float, norm: float, relative: float) -> None:
     assert relative_output_bound(torch.tensor([bound]), torch.tensor([norm])).item() == pytest.approx(relative)
 
 
-def test_absent_values_leave_the_output_unknown():
+def test_absent_values_leave_the_output_unknown() -> None:
     acc = accumulate(torch.zeros(1, 2), torch.full((1, 2), 0.1))
     assert output_bound(acc, meter(acc)[0], torch.ones(1)).item() == math.inf

@@ -1,8 +1,10 @@
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from witcert_core.errors import InputError
 from witcert_core.meter.sums import SUM_SLACK, AccField, accumulate, accumulate_weights
@@ -10,16 +12,16 @@ from witcert_core.meter.sums import SUM_SLACK, AccField, accumulate, accumulate_
 SLACK = SUM_SLACK[torch.float64]
 
 
-def field(acc, name):
+def field(acc: Tensor, name: str) -> Tensor:
     return acc[..., AccField[name]]
 
 
-def between(value, low, high=None):
+def between(value: Any, low: Any, high: Any = None) -> bool:
     """Outward: at least the exact value, at most a little above."""
-    return low <= value <= (high or low) * (1 + 4 * SLACK) + 1e-300
+    return bool(low <= value <= (high or low) * (1 + 4 * SLACK) + 1e-300)
 
 
-def test_every_field_against_a_plain_loop():
+def test_every_field_against_a_plain_loop() -> None:
     torch.manual_seed(0)
     logits, c = torch.randn(4, 37, dtype=torch.float64) * 3, torch.rand(4, 37, dtype=torch.float64)
     v, rho = torch.randn(37, 2, 5), torch.rand(37, 2)
@@ -52,7 +54,7 @@ def test_every_field_against_a_plain_loop():
         assert field(acc, "RHO_MIN")[head] == radius.min()
 
 
-def test_tiny_radii_are_not_lost_at_long_context():
+def test_tiny_radii_are_not_lost_at_long_context() -> None:
     """expm1, not A - 1: the difference loses everything below the unit roundoff of 1."""
     acc = accumulate(torch.zeros(1, 100_000), torch.full((1, 100_000), 1e-15, dtype=torch.float64))
     assert between(field(acc, "ETA").item(), 1e-15 * (1 - 1e-14))
@@ -60,7 +62,7 @@ def test_tiny_radii_are_not_lost_at_long_context():
     assert between(field(acc, "LOG_A").item(), 1e-15 * (1 - 1e-14))
 
 
-def test_sums_round_up_against_exact_arithmetic():
+def test_sums_round_up_against_exact_arithmetic() -> None:
     gen = torch.Generator().manual_seed(1)
     p = torch.softmax(torch.randn(2000, generator=gen, dtype=torch.float64), -1)
     c = torch.rand(2000, generator=gen, dtype=torch.float64)
@@ -68,7 +70,7 @@ def test_sums_round_up_against_exact_arithmetic():
     assert Fraction(field(accumulate_weights(p, c), "ETA").item()) >= exact
 
 
-def test_a_sink_is_one_more_token_without_radius_and_value():
+def test_a_sink_is_one_more_token_without_radius_and_value() -> None:
     torch.manual_seed(2)
     logits, c, sink = torch.randn(2, 9), torch.rand(2, 9), torch.randn(2) + 3
     v, rho = torch.randn(9, 1, 4), torch.rand(9, 1) + 0.1
@@ -83,19 +85,19 @@ def test_a_sink_is_one_more_token_without_radius_and_value():
     assert field(with_sink, "RHO_MIN").tolist() == [0.0, 0.0]
 
 
-def test_one_token_has_an_empty_rest():
+def test_one_token_has_an_empty_rest() -> None:
     acc = accumulate(torch.tensor([[5.0]]), torch.tensor([[0.5]]))
     for name in ("ETA_R", "Q_R", "M_R", "MASS_R"):
         assert field(acc, name).item() == 0.0
 
 
-def test_log_a_stays_informative_where_the_sums_overflow():
+def test_log_a_stays_informative_where_the_sums_overflow() -> None:
     acc = accumulate(torch.zeros(1, 2), torch.tensor([[2000.0, 0.0]]))
     assert field(acc, "ETA").item() == math.inf
     assert between(field(acc, "LOG_A").item(), 2000 - math.log(2), 2000 - math.log(2) + 1e-9)
 
 
-def test_values_that_nearly_agree_keep_their_distance():
+def test_values_that_nearly_agree_keep_their_distance() -> None:
     """The expanded square cancels; what it loses is added back."""
     gen = torch.Generator().manual_seed(5)
     offset = 1e-8 * torch.randn(2, 200, 3, generator=gen, dtype=torch.float64)
@@ -108,7 +110,7 @@ def test_values_that_nearly_agree_keep_their_distance():
     assert bool((field(acc, "V_RADIUS") >= distance).all())
 
 
-def test_an_underflowing_weight_is_never_lost():
+def test_an_underflowing_weight_is_never_lost() -> None:
     acc = accumulate(torch.tensor([[0.0, -1e4]]), torch.tensor([[0.0, 30.0]]))
     assert field(acc, "ETA").item() > 0.0
     assert field(acc, "M").item() == 30.0
@@ -118,7 +120,7 @@ def test_an_underflowing_weight_is_never_lost():
     ("logit", "radius"),
     [(math.nan, 1.0), (math.inf, 1.0), (0.0, math.nan), (0.0, -1.0)],
 )
-def test_what_is_not_a_number_spoils_its_head_only(logit, radius):
+def test_what_is_not_a_number_spoils_its_head_only(logit: float, radius: float) -> None:
     logits, c = torch.zeros(2, 3), torch.ones(2, 3)
     logits[1, 1], c[1, 1] = logit, radius
     acc = accumulate(logits, c, torch.ones(3, 1, 2), torch.ones(3, 1))
@@ -126,14 +128,14 @@ def test_what_is_not_a_number_spoils_its_head_only(logit, radius):
     assert acc[1, : AccField.V2].isinf().all()
 
 
-def test_an_infinite_radius_is_kept_as_such():
+def test_an_infinite_radius_is_kept_as_such() -> None:
     acc = accumulate(torch.zeros(1, 3), torch.tensor([[0.0, math.inf, 0.0]]))
     for name in ("ETA", "Q", "M", "LOG_A"):
         assert field(acc, name).item() == math.inf
 
 
 @pytest.mark.parametrize("where", ["v", "rho", "negative", "absent"])
-def test_unknown_values_make_the_output_fields_infinite(where):
+def test_unknown_values_make_the_output_fields_infinite(where: str) -> None:
     v, rho = torch.ones(3, 2, 4), torch.ones(3, 2)
     if where == "v":
         v[1, 1, 0] = math.nan
@@ -146,7 +148,7 @@ def test_unknown_values_make_the_output_fields_infinite(where):
     assert acc[0, AccField.V2 :].isinf().all() == (where == "absent")
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="must both be"):
         accumulate(torch.zeros(1, 0), torch.zeros(1, 0))
     with pytest.raises(InputError, match="must both be"):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from witcert_core.cache import radii
 from witcert_core.meter.bounds import FORMS, extremal, meter
@@ -18,17 +19,17 @@ DIM = 128
 SCALE = DIM**-0.5
 
 
-def cell(p, c):
+def cell(p: list[float], c: list[float]) -> tuple[Tensor, Tensor]:
     return torch.tensor(p, dtype=torch.float64), torch.tensor(c, dtype=torch.float64)
 
 
-def ours_hold(p, c, tv):
+def ours_hold(p: Tensor, c: Tensor, tv: Tensor) -> bool:
     acc = accumulate_weights(p, c)
     values = [form(acc) for form in FORMS.values()] + [extremal.bound(p, c), meter(acc)[0]]
     return all(bool((value >= tv).all()) for value in values)
 
 
-def write(x, row, seed, layer=0):
+def write(x: Tensor, row: int, seed: int, layer: int = 0) -> tuple[Tensor, Tensor]:
     """Keys [N, D] through the dithered cache with one row for all of them: residuals [N, D] and scales [N, 1, Gr]."""
     u = dither.rows(DitherKey(seed, 0), torch.full((len(x),), row), layer, [0], DIM)
     codes, scales = dither.quantize_int8(x[:, None].float(), u)
@@ -36,7 +37,7 @@ def write(x, row, seed, layer=0):
     return stored - x.float().double(), scales
 
 
-def test_dispersion_of_the_radii():
+def test_dispersion_of_the_radii() -> None:
     """``A sqrt(Q - eta^2)/2``: a shift common to all tokens cancels, but a common radius is not a common shift."""
     p, c = cell([0.5, 0.5], [0.1, 0.1])
     tv = total_variation_of_errors(p, c * torch.tensor([1.0, -1.0]))
@@ -48,7 +49,7 @@ def test_dispersion_of_the_radii():
     assert ours_hold(p, c, tv)
 
 
-def test_variances_averaged_over_tokens_before_the_square_root():
+def test_variances_averaged_over_tokens_before_the_square_root() -> None:
     """One radius from the mean variance of the tokens: the token with the largest scale is beyond it."""
     budget = Budget(1e-8, 1, 1, declared_rows=1)
     delta, tokens, violated, trials = budget.delta_loc(1), 64, 0, 200
@@ -69,7 +70,7 @@ def test_variances_averaged_over_tokens_before_the_square_root():
     assert violated / trials > 0.01
 
 
-def test_one_growth_factor_per_block_with_scales_per_token():
+def test_one_growth_factor_per_block_with_scales_per_token() -> None:
     """``e^c`` of the block's mean scale times the block's weight: the weight sits on the token with a larger one."""
     p, c = cell([0.45, 0.05, 0.05, 0.45], [0.8, 0.0, 0.0, 0.0])
     per_block = torch.tensor([0.4, 0.4, 0.0, 0.0], dtype=torch.float64)  # blocks of two tokens
@@ -80,7 +81,7 @@ def test_one_growth_factor_per_block_with_scales_per_token():
     assert ours_hold(p, c, tv)
 
 
-def jensen_on_points(acc, count):
+def jensen_on_points(acc: Tensor, count: int) -> Tensor:
     """The mass-aware bound evaluated at ``count`` values of alpha between 0 and 1/2 instead of on intervals."""
     alpha = torch.linspace(0, 0.5, count, dtype=torch.float64)
     eta, q, m = acc[AccField.ETA], acc[AccField.Q], acc[AccField.M]
@@ -92,14 +93,14 @@ def jensen_on_points(acc, count):
 
 
 @pytest.mark.parametrize("count", [16, 17, 33])
-def test_points_of_alpha_instead_of_intervals(count):
+def test_points_of_alpha_instead_of_intervals(count: int) -> None:
     p, c = cell([0.0005, 0.9995], [7.6, 0.0])
     tv = total_variation_of_errors(p, -c)
     assert jensen_on_points(accumulate_weights(p, c), count) < tv - 0.005
     assert ours_hold(p, c, tv)
 
 
-def test_readers_of_a_shared_prefix_pay_nothing():
+def test_readers_of_a_shared_prefix_pay_nothing() -> None:
     """1000 requests read one prefix. If only its writer pays, far more than delta of the prefixes fail somewhere."""
     delta, readers, prefixes, tokens = 1e-3, 1000, 300, 16
     gen = torch.Generator().manual_seed(2)
@@ -116,7 +117,7 @@ def test_readers_of_a_shared_prefix_pay_nothing():
     assert paid == 0
 
 
-def generation(row_of_pass, seed):
+def generation(row_of_pass: tuple[int, int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """A toy that generates: it reads the dither off its own output and writes the worst key it can.
 
     Pass 1 stores a token whose value is 0 but for one channel of each group, which fixes the scale; attention
@@ -143,7 +144,7 @@ def generation(row_of_pass, seed):
     return torch.softmax(SCALE * stored @ q, -1), c, SCALE * (stored - keys.float().double()) @ q
 
 
-def test_one_dither_row_for_a_whole_request():
+def test_one_dither_row_for_a_whole_request() -> None:
     """Claimed to fail in a hundredth of the requests, it fails in nearly all; a row per pass in none."""
     requests = 100
     failed = {"request": 0, "pass": 0}
@@ -159,13 +160,13 @@ def test_one_dither_row_for_a_whole_request():
     assert bool((eps.abs() <= hard_radius(0)).all())
 
 
-def hard_radius(seed):
+def hard_radius(seed: int) -> Tensor:
     gen = torch.Generator().manual_seed(seed)
     q = torch.randn(1, DIM, generator=gen, dtype=torch.float64)
     return radii.radius_dither(q, torch.full((1, 1, DIM // 32), 0.25, dtype=torch.float16), SCALE, 0.0, 2)[0, 0]
 
 
-def test_repaired_tokens_left_out_of_the_union():
+def test_repaired_tokens_left_out_of_the_union() -> None:
     """Repair all tokens but the one whose error is largest, then count one token: an order chosen after the draw."""
     tokens, trials, delta = 4000, 20, 0.01
     gen = torch.Generator().manual_seed(5)
@@ -184,7 +185,7 @@ def test_repaired_tokens_left_out_of_the_union():
     assert broken >= 0.9 * trials
 
 
-def test_the_covariance_output_form_without_its_second_root():
+def test_the_covariance_output_form_without_its_second_root() -> None:
     """Equal stored values, exact ones apart: the moved weight meets the larger value radius."""
     logits, c = torch.zeros(1, 2, dtype=torch.float64), torch.full((1, 2), 0.1, dtype=torch.float64)
     v, rho = torch.zeros(2, 1, 1), torch.tensor([[0.0], [1.0]])
@@ -198,7 +199,7 @@ def test_the_covariance_output_form_without_its_second_root():
     assert output_bound(acc, meter(acc)[0], torch.zeros(1)).item() >= moved.item()
 
 
-def test_differences_of_large_sums_in_single_precision():
+def test_differences_of_large_sums_in_single_precision() -> None:
     """``A - 1`` with A summed in fp32 over many tokens, against expm1 term by term."""
     tokens, c = 131_072, 1e-6
     p = torch.full((tokens,), 1.0 / tokens)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PathDistribution
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pluggy
 import pytest
@@ -21,7 +21,7 @@ Install = Callable[[str, str], EntryPoint]
 
 QUANTIZER = """
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 from witcert_core import Quantizer, hookimpl
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def test_hook_registers_a_quantizer_and_its_distribution(install: Install) -> No
 def test_hook_registers_a_gate(install: Install) -> None:
     source = """
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 from witcert_core import hookimpl
 @dataclass(frozen=True)
 class Mine:
@@ -180,9 +180,10 @@ def witcert_report():
 def test_an_observer_that_fails_is_named(install: Install, hook: str) -> None:
     source = f"from witcert_core import hookimpl\n@hookimpl\ndef {hook}:\n    raise RuntimeError('no\\ndisk')"
     manager, _, _ = load(install("plug_fails", source))
-    (observer,) = (*cell_observers(manager), *report_observers(manager))
+    observers: list[Any] = [*cell_observers(manager), *report_observers(manager)]
+    (observer,) = observers
     with pytest.raises(PluginError, match=r"plugin 'dist-plug_fails 2.5:plug': witcert_\w+ failed: .*no disk; fix"):
-        observer({})  # type: ignore[arg-type]
+        observer({})
 
 
 @dataclass(frozen=True)
@@ -204,11 +205,11 @@ class Thawed:
 
 def test_a_gate_that_asks_for_what_no_policy_has_is_named() -> None:
     gates = GateRegistry()
-    gates.register(Needs)
+    gates.register(Needs)  # type: ignore[arg-type]
     with pytest.raises(PluginError, match=r"gate 'needs' cannot be built from tau, target: .*'strength'"):
         gates.build("needs", {"tau": 0.2, "target": "tv"})
     with pytest.raises(PluginError, match="expected a frozen dataclass"):
-        gates.register(Thawed)
+        gates.register(Thawed)  # type: ignore[arg-type]
 
 
 def test_observer_wrappers_are_refused(install: Install) -> None:

@@ -289,9 +289,9 @@ def test_layers_of_a_model() -> None:
 def test_a_policy_cannot_be_changed() -> None:
     p = policy()
     with pytest.raises(ValueError, match="frozen"):
-        p.gate.tau = 0.9  # type: ignore[misc]
+        p.gate.tau = 0.9
     with pytest.raises(ValueError, match="frozen"):
-        p.meter = p.meter  # type: ignore[misc]
+        p.meter = p.meter
 
 
 def test_a_checked_policy_survives_a_round_trip() -> None:

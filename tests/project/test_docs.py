@@ -72,13 +72,13 @@ KEY_ROWS = [row for row in table_rows("policy.md", r"`[a-z_.]+`") if len(row) ==
 POLICY_ROWS = {row[0].strip("`"): row for row in KEY_ROWS}
 
 
-def test_the_policy_page_has_exactly_the_keys_of_the_model():
+def test_the_policy_page_has_exactly_the_keys_of_the_model() -> None:
     assert len(KEYS) > 20
     assert sorted(row[0].strip("`") for row in KEY_ROWS) == sorted(KEYS)
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_policy_key_is_documented_with_its_default_and_its_limits(key):
+def test_a_policy_key_is_documented_with_its_default_and_its_limits(key: str) -> None:
     field, (_, allowed, default, meaning) = KEYS[key], POLICY_ROWS[key]
     if field.is_required():
         assert default == "required"
@@ -96,7 +96,7 @@ def test_a_policy_key_is_documented_with_its_default_and_its_limits(key):
     assert len(meaning) > 10
 
 
-def test_built_in_names_are_documented_and_documented_names_are_built_in():
+def test_built_in_names_are_documented_and_documented_names_are_built_in() -> None:
     assert set(re.findall(r"`([a-z0-9_]+)`", POLICY_ROWS["quantizer.name"][1])) == set(BUILTIN)
     assert set(re.findall(r"`([a-z_]+)`", POLICY_ROWS["gate.kind"][1])) == set(GATES.names())
     for name in TEXT:
@@ -115,7 +115,7 @@ def test_built_in_names_are_documented_and_documented_names_are_built_in():
     assert presets.groups() == PRESETS
 
 
-def test_the_complete_example_is_complete_and_valid():
+def test_the_complete_example_is_complete_and_valid() -> None:
     (example,) = re.findall(r"^```yaml\n(.*?)^```$", TEXT["policy.md"], flags=re.S | re.M)
     data = yaml.load(example, Loader=PolicyLoader)
     assert parse_policy(data).tier == "probabilistic"
@@ -128,7 +128,7 @@ def test_the_complete_example_is_complete_and_valid():
 
 
 @pytest.mark.parametrize("row", table_rows("policy.md", r"`\{.*\}`"), ids=lambda row: row[0])
-def test_what_the_policy_page_calls_refused_is_refused_by_that_key(row, tmp_path):
+def test_what_the_policy_page_calls_refused_is_refused_by_that_key(row: list[str], tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     valid = {"version": 1, "quantizer": {"name": "none"}}
     path.write_text(yaml.safe_dump(valid | yaml.load(row[0].strip("`"), Loader=PolicyLoader)))
@@ -137,12 +137,12 @@ def test_what_the_policy_page_calls_refused_is_refused_by_that_key(row, tmp_path
     assert str(raised.value).startswith(f"{path}: {row[1].strip('`')}: ")
 
 
-def test_there_are_refusals_to_check():
+def test_there_are_refusals_to_check() -> None:
     assert len(table_rows("policy.md", r"`\{.*\}`")) >= 10
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_every_path_and_link_leads_somewhere(name):
+def test_every_path_and_link_leads_somewhere(name: str) -> None:
     page = next(page for page in PAGES if page.name == name)
     ignored = {line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()}
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", UNFENCED[name]) if "://" not in link]
@@ -152,18 +152,18 @@ def test_every_path_and_link_leads_somewhere(name):
     assert missing == []
 
 
-def test_there_are_paths_to_check():
+def test_there_are_paths_to_check() -> None:
     assert sum("/" in code for name in TEXT for code in in_code(name)) > 30
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_every_route_named_is_served(name):
+def test_every_route_named_is_served(name: str) -> None:
     routes = [code for code in in_code(name) if "/witcert/" in code and "witcert_sglang" not in code]
     served = {http.STATUS_ROUTE, http.REQUEST_ROUTE}
     assert {route.removeprefix("GET ").replace("{id}", "{request_id:path}") for route in routes} <= served
 
 
-def test_every_test_cited_exists():
+def test_every_test_cited_exists() -> None:
     functions = {
         node.name
         for file in (ROOT / "tests").glob("*/test_*.py")
@@ -175,7 +175,7 @@ def test_every_test_cited_exists():
     assert set(cited) <= functions
 
 
-def test_sizes_are_those_of_the_layout():
+def test_sizes_are_those_of_the_layout() -> None:
     layouts = (KVLayout(128), KVLayout(128, stored_witness=True), KVLayout(128, bypass_pairs=4), KVLayout(80))
     shown = [tuple(row[1:]) for row in table_rows("meter.md", r"`int8_dither(_w)?`|four channel pairs .*")]
     assert shown == [(str(x.head_dim), str(x.bytes_per_token_head), f"{x.capacity_ratio():.2f}x") for x in layouts]
@@ -187,7 +187,7 @@ def test_sizes_are_those_of_the_layout():
         assert f"{size:g} bytes" in preset_text("int8")
 
 
-def test_the_layout_is_documented_to_the_byte():
+def test_the_layout_is_documented_to_the_byte() -> None:
     layouts = (KVLayout(128), KVLayout(128, stored_witness=True), KVLayout(128, bypass_pairs=4))
     names = list(KVLayout(128, bypass_pairs=4, stored_witness=True).fields())
     rows = table_rows("meter.md", r"`[kv]_[a-z]+`")
@@ -197,7 +197,7 @@ def test_the_layout_is_documented_to_the_byte():
         assert [int(row[column]) for row in rows] == [sizes.get(name, 0) for name in names]
 
 
-def test_tightness_is_that_of_the_vectors():
+def test_tightness_is_that_of_the_vectors() -> None:
     cases = load_vectors(ROOT / "tests" / "data" / "bounds.json")
     assert f"{len(cases)} cells of `tests/data/bounds.json`" in TEXT["meter.md"]
     for form in check_vectors(cases):
@@ -205,7 +205,7 @@ def test_tightness_is_that_of_the_vectors():
         assert rows == [[f"`{form.name}`", f"{form.quantile(0.5):.3f}", f"{form.quantile(0.95):.3f}"]]
 
 
-def test_figures_of_the_readme_and_the_mathematics():
+def test_figures_of_the_readme_and_the_mathematics() -> None:
     readme, meter = TEXT["README.md"], TEXT["meter.md"]
     key = torch.randn(1, 1, 128)
     spec = RotarySpec(128)
@@ -227,7 +227,7 @@ def test_figures_of_the_readme_and_the_mathematics():
     assert UNIT[torch.bfloat16] == 2.0**-8
 
 
-def test_what_clients_may_ask_for_is_bounded_as_written():
+def test_what_clients_may_ask_for_is_bounded_as_written() -> None:
     bounds = {row[0]: row[1] for row in table_rows("http.md", r".*") if len(row) == 3}
     assert bounds["summaries kept"] == f"the last {http.KEPT_SUMMARIES}, and {http.KEPT_BYTES >> 20} MiB of JSON"
     assert bounds["an id"] == f"{http.LONGEST_ID} characters"
@@ -235,7 +235,7 @@ def test_what_clients_may_ask_for_is_bounded_as_written():
     assert http.STATUS_SECONDS == 1.0
 
 
-def test_the_version_of_sglang_is_the_one_that_is_accepted():
+def test_the_version_of_sglang_is_the_one_that_is_accepted() -> None:
     version = ast.literal_eval(constant("refusals.py", "SGLANG_RANGE").args[0]).removeprefix("==")
     assert f"any SGLang but {version}" in TEXT["limits.md"]
     for name, text in TEXT.items():
@@ -273,7 +273,7 @@ REFUSED = {
 """Server option -> how docs/limits.md calls it."""
 
 
-def test_the_limits_name_every_refused_option():
+def test_the_limits_name_every_refused_option() -> None:
     table = constant("refusals.py", "REFUSED_OPTIONS")
     assert {ast.literal_eval(key) for key in table.keys} == set(REFUSED)
     refusals = [row[0] for row in table_rows("limits.md", r".*")]

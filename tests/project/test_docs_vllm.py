@@ -13,13 +13,15 @@ SUPPORT = ast.parse((ROOT / "adapters" / "vllm" / "witcert_vllm" / "refusals.py"
 
 def constant(name: str) -> Any:
     for node in SUPPORT.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            return node.value  # type: ignore[attr-defined]
+            return node.value
     raise AssertionError(f"refusals.py sets no {name}")
 
 
-def test_the_version_of_vllm_is_the_one_that_is_accepted():
+def test_the_version_of_vllm_is_the_one_that_is_accepted() -> None:
     version = ast.literal_eval(constant("VLLM_RANGE").args[0]).removeprefix("==")
     assert f"any vLLM but {version}" in TEXT["limits.md"]
     for name, text in TEXT.items():
@@ -48,7 +50,7 @@ REFUSED = {
 """Engine option -> how docs/limits.md calls it."""
 
 
-def test_the_limits_name_every_refused_option_of_vllm():
+def test_the_limits_name_every_refused_option_of_vllm() -> None:
     assert {ast.literal_eval(key) for key in constant("REFUSED_OPTIONS").keys} == set(REFUSED)
     refusals = [row[0] for row in table_rows("limits.md", r".*")]
     for option, words in REFUSED.items():

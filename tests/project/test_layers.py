@@ -56,12 +56,12 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def test_every_room_of_the_core_has_a_floor():
+def test_every_room_of_the_core_has_a_floor() -> None:
     rooms = {room(name) for name in modules("witcert_core")} - {""}
     assert rooms == set(FLOOR)
 
 
-def test_imports_of_the_core_run_downwards():
+def test_imports_of_the_core_run_downwards() -> None:
     known = modules("witcert_core")
     upwards = [
         f"{name} imports {other}"
@@ -74,7 +74,7 @@ def test_imports_of_the_core_run_downwards():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_imports_run_in_a_circle(package):
+def test_no_imports_run_in_a_circle(package: str) -> None:
     known = modules(package)
     graph = {name: {other for other in imported(path, known) if other in known} for name, path in known.items()}
     for name in graph:
@@ -86,9 +86,10 @@ def test_no_imports_run_in_a_circle(package):
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_engines_are_imported_by_their_adapters_alone():
+def test_engines_are_imported_by_their_adapters_alone() -> None:
     adapters = {"witcert_sglang": {"sglang", "sgl_kernel"}, "witcert_vllm": {"vllm"}}
-    for package, allowed in ({"witcert_core": set()} | adapters).items():
+    core: dict[str, set[str]] = {"witcert_core": set()}
+    for package, allowed in (core | adapters).items():
         known = modules(package)
         tops = {other.split(".")[0] for path in known.values() for other in imported(path, known)}
         assert tops & ENGINES <= allowed, package

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from witcert_core.errors import InputError
 from witcert_core.quantizers import dither
@@ -14,7 +16,7 @@ from witcert_core.quantizers.dither import DitherKey
 KEY = DitherKey(seed=7, nonce=11)
 
 
-def philox_in_integers(counter, key, rounds=10):
+def philox_in_integers(counter: Sequence[int], key: tuple[int, int], rounds: int = 10) -> list[int]:
     """Philox4x32 again, in Python integers, from its definition."""
     c, k = list(counter), list(key)
     for _ in range(rounds):
@@ -24,8 +26,9 @@ def philox_in_integers(counter, key, rounds=10):
     return c
 
 
-def philox(counter, key):
-    words = dither.philox4x32(tuple(torch.tensor(x) for x in counter), key)
+def philox(counter: Sequence[int], key: tuple[int, int]) -> list[int]:
+    a, b, c, d = (torch.tensor(x) for x in counter)
+    words = dither.philox4x32((a, b, c, d), key)
     return [int(x) for x in words]
 
 
@@ -41,7 +44,7 @@ def philox(counter, key):
         ),
     ],
 )
-def test_philox_known_answers(counter, key, words):
+def test_philox_known_answers(counter: Sequence[int], key: tuple[int, int], words: list[int]) -> None:
     assert philox(counter, key) == words
     assert philox_in_integers(counter, key) == words
 
@@ -51,11 +54,11 @@ word = st.integers(0, 2**32 - 1)
 
 @settings(deadline=None)
 @given(st.tuples(word, word, word, word), st.tuples(word, word))
-def test_philox_against_integers(counter, key):
+def test_philox_against_integers(counter: Sequence[int], key: tuple[int, int]) -> None:
     assert philox(counter, key) == philox_in_integers(counter, key)
 
 
-def test_a_row_is_the_bytes_of_its_counter():
+def test_a_row_is_the_bytes_of_its_counter() -> None:
     ids, heads, layer, dim = [1, 2**32 - 2], [5, 9], 3, 80
     u = dither.rows(KEY, torch.tensor(ids), layer, heads, dim)
     assert u.shape == (2, 2, 80)
@@ -69,7 +72,7 @@ def test_a_row_is_the_bytes_of_its_counter():
             assert u[n, h].tolist() == [(j + 0.5) / 256 - 0.5 for j in data]
 
 
-def test_rows_depend_on_row_layer_global_head_and_key_and_nothing_else():
+def test_rows_depend_on_row_layer_global_head_and_key_and_nothing_else() -> None:
     base = dither.rows(KEY, torch.tensor([4]), 2, [1], 64)
     assert torch.equal(dither.rows(KEY, torch.tensor([9, 4]), 2, [0, 1], 64)[1:, 1:], base)
     others = [
@@ -85,7 +88,7 @@ def test_rows_depend_on_row_layer_global_head_and_key_and_nothing_else():
         assert int((other == base).sum()) < 8
 
 
-def test_rows_are_uniform_on_the_grid():
+def test_rows_are_uniform_on_the_grid() -> None:
     u = dither.rows(KEY, torch.arange(1, 2001), 0, [0, 1], 128)
     counts = torch.bincount(((u + 0.5) * 256 - 0.5).round().long().flatten(), minlength=256)
     expected = u.numel() / 256
@@ -94,7 +97,7 @@ def test_rows_are_uniform_on_the_grid():
     assert abs(float((u[:, :, :-1] * u[:, :, 1:]).mean())) < 5 / 12 / math.sqrt(u.numel())
 
 
-def smallest_half_scale(amax):
+def smallest_half_scale(amax: float) -> float:
     """Smallest fp16 s with 127 s >= amax, by search over all of them."""
     every = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).double()
     index = int(torch.searchsorted(every * 127.0, torch.tensor(amax, dtype=torch.float64)))
@@ -109,12 +112,12 @@ def smallest_half_scale(amax):
         st.floats(2.0**22, 2.0**24, width=32),
     )
 )
-def test_scale_is_the_smallest_that_does_not_clip(amax):
+def test_scale_is_the_smallest_that_does_not_clip(amax: float) -> None:
     x = torch.tensor([[[amax, -amax / 3]]], dtype=torch.float32)
     assert dither.group_scales(x).item() == smallest_half_scale(float(x.abs().max()))
 
 
-def hostile_keys():
+def hostile_keys() -> Tensor:
     gen = torch.Generator().manual_seed(0)
     random = torch.randn(600, 2, 80, generator=gen) * torch.logspace(-9, 6, 600)[:, None, None]
     steps = torch.randint(-127, 128, (200, 2, 80), generator=gen).float()
@@ -127,7 +130,7 @@ def hostile_keys():
     return torch.cat((random, steps, ties, edges, zeros, spikes))
 
 
-def test_residual_stays_within_half_a_step_and_codes_within_127():
+def test_residual_stays_within_half_a_step_and_codes_within_127() -> None:
     x = hostile_keys()
     u = dither.rows(KEY, torch.arange(1, len(x) + 1), 0, [0, 1], 80)
     codes, scales = dither.quantize_int8(x, u)
@@ -140,7 +143,7 @@ def test_residual_stays_within_half_a_step_and_codes_within_127():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 8.4e6])
-def test_what_fp16_cannot_scale_gets_an_infinite_scale_never_a_clipped_code(bad):
+def test_what_fp16_cannot_scale_gets_an_infinite_scale_never_a_clipped_code(bad: float) -> None:
     x = torch.randn(1, 1, 64)
     x[0, 0, 3] = bad
     u = dither.rows(KEY, torch.tensor([1]), 0, [0], 64)
@@ -154,7 +157,7 @@ def test_what_fp16_cannot_scale_gets_an_infinite_scale_never_a_clipped_code(bad)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_grid_law_bias_and_proxy_exactly(bits):
+def test_grid_law_bias_and_proxy_exactly(bits: int) -> None:
     """For every offset the residual is uniform on 2^n points s/2^n apart, and its mean within s/2^(n+1)."""
     size = 2**bits
     proxy = Fraction(1, 12) * (1 - Fraction(1, 4**bits))
@@ -176,15 +179,15 @@ def test_grid_law_bias_and_proxy_exactly(bits):
             assert abs(sum(residuals)) <= 2 * size
             spread = size * sum(r * r for r in residuals) - sum(residuals) ** 2
             assert Fraction(spread, (size * unit) ** 2) == proxy
-    for x in (0.1, 1.0, 3.0, 10.0, 40.0):
-        product = math.fsum(math.log(math.cosh(x / 2**k)) for k in range(2, bits + 2))
+    for rate in (0.1, 1.0, 3.0, 10.0, 40.0):
+        product = math.fsum(math.log(math.cosh(rate / 2**k)) for k in range(2, bits + 2))
         points = [(j + 0.5) / size - 0.5 for j in range(size)]
-        mgf = math.log(math.fsum(math.exp(x * p) for p in points) / size)
+        mgf = math.log(math.fsum(math.exp(rate * p) for p in points) / size)
         assert mgf == pytest.approx(product, rel=1e-9)
-        assert product <= x * x / 2 * float(proxy)
+        assert product <= rate * rate / 2 * float(proxy)
 
 
-def test_the_quantizer_follows_that_law():
+def test_the_quantizer_follows_that_law() -> None:
     u = ((torch.arange(256) + 0.5) / 256 - 0.5).reshape(256, 1, 1).expand(256, 1, 32)
     x = torch.randn(32).repeat(256, 1, 1)
     codes, scales = dither.quantize_int8(x, u)
@@ -194,7 +197,7 @@ def test_the_quantizer_follows_that_law():
 
 
 @pytest.mark.parametrize("dim", [32, 80, 128])
-def test_group_witness_bounds_the_residual_and_is_tight(dim):
+def test_group_witness_bounds_the_residual_and_is_tight(dim: int) -> None:
     x = torch.randn(200, 2, dim)
     u = dither.rows(KEY, torch.arange(1, 201), 0, [0, 1], dim)
     codes, scales = dither.quantize_int8(x, u)
@@ -206,7 +209,7 @@ def test_group_witness_bounds_the_residual_and_is_tight(dim):
     assert bool((bound <= norm + 1.01 * scales.double() * 32**0.5 / 510).all())
 
 
-def test_group_witness_holds_the_fp32_rounding_of_half_a_step_in_every_channel():
+def test_group_witness_holds_the_fp32_rounding_of_half_a_step_in_every_channel() -> None:
     scales = torch.rand(50, 1, 1).half()
     residual = (0.5 * (1 + 2.0**-15) * scales.double()).expand(50, 1, 32)
     codes = dither.group_witness_codes(torch.zeros_like(residual), residual, scales)
@@ -214,7 +217,7 @@ def test_group_witness_holds_the_fp32_rounding_of_half_a_step_in_every_channel()
     assert bool((dither.decode_group_witness(codes, scales)[..., 0] >= residual.norm(dim=-1)).all())
 
 
-def test_group_witness_refuses_what_it_cannot_hold():
+def test_group_witness_refuses_what_it_cannot_hold() -> None:
     x = torch.ones(1, 1, 32)
     scales = torch.full((1, 1, 1), 0.01, dtype=torch.float16)
     with pytest.raises(InputError, match="1 groups"):
@@ -223,7 +226,7 @@ def test_group_witness_refuses_what_it_cannot_hold():
         dither.group_witness_codes(x, x * math.nan, scales)
 
 
-def test_zero_keys_are_exact():
+def test_zero_keys_are_exact() -> None:
     x = torch.zeros(1, 1, 32)
     u = dither.rows(KEY, torch.tensor([1]), 0, [0], 32)
     codes, scales = dither.quantize_int8(x, u)
@@ -233,6 +236,6 @@ def test_zero_keys_are_exact():
 
 
 @pytest.mark.parametrize(("row", "layer", "head"), [(2**32, 0, 0), (-1, 0, 0), (1, -1, 0), (1, 2**32, 0), (1, 0, -1)])
-def test_counters_that_would_wrap_are_refused(row, layer, head):
+def test_counters_that_would_wrap_are_refused(row: int, layer: int, head: int) -> None:
     with pytest.raises(InputError, match=r"row ids|layer|head id"):
         dither.rows(KEY, torch.tensor([row]), layer, [head], 32)

@@ -16,7 +16,7 @@ from witcert_core.quantizers.layout import KVLayout
     ],
     ids=str,
 )
-def test_bytes_per_token_and_head(layout, size, ratio):
+def test_bytes_per_token_and_head(layout: KVLayout, size: int, ratio: int) -> None:
     assert layout.bytes_per_token_head == size
     assert layout.capacity_ratio() == pytest.approx(ratio)
     offset = 0
@@ -26,14 +26,14 @@ def test_bytes_per_token_and_head(layout, size, ratio):
     assert offset == size
 
 
-def test_accumulator_order_is_fixed():
+def test_accumulator_order_is_fixed() -> None:
     names = "ETA Q M P_H C_H ETA_R Q_R M_R MASS_R LOG_A V2 RHO1 RHO2 RHO_MAX RHO_MIN V_RADIUS"
     assert " ".join(f.name for f in AccField) == names
     assert [int(f) for f in AccField] == list(range(NUM_ACC_FIELDS))
     assert NUM_ACC_FIELDS == 16
 
 
-def test_impossible_layouts_are_refused():
+def test_impossible_layouts_are_refused() -> None:
     with pytest.raises(InputError, match="bypass_pairs is 65"):
         KVLayout(128, bypass_pairs=65)
     with pytest.raises(InputError, match="at least 1"):

@@ -5,8 +5,9 @@ The matrix that installed plugins join by themselves is in tests/plugins.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from witcert_core.cache.norm_codes import decode_norm, value_codes, witness_code
 from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.quantizers import QuantizerRegistry
 from witcert_core.quantizers.apply import fake_quantize
-from witcert_core.quantizers.base import check_kinds_alike
+from witcert_core.quantizers.base import Kind, check_kinds_alike
 from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.quantizers.dither import DitherKey
 from witcert_core.quantizers.int8_dither import Int8Dither
@@ -146,10 +147,10 @@ def test_wrong_input_is_named(x: Tensor, kind: str, message: str) -> None:
     with pytest.raises(QuantizerError, match=message):
         REGISTRY.get("fp8_e4m3_cast").fake_quantize(
             x,
-            kind=kind,
+            kind=kind,  # type: ignore[arg-type]
             layer=0,
             positions=torch.arange(2),
-            ctx=context(),  # type: ignore[arg-type]
+            ctx=context(),
         )
 
 
@@ -225,7 +226,7 @@ class Good(Quantizer):
     name: ClassVar[str] = "good"
     bits: int = 4
 
-    def fake_quantize(self, x, *, kind, layer, positions, ctx):  # type: ignore[no-untyped-def]
+    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
         return x.clone()
 
 
@@ -247,7 +248,7 @@ def test_each_promise_broken_by_a_class_is_found(method: object, broken: str) ->
 
 
 def test_values_that_are_quantized_unlike_keys_are_not_alike() -> None:
-    def by_kind(self, x, *, kind, layer, positions, ctx):  # type: ignore[no-untyped-def]
+    def by_kind(self: Quantizer, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
         return x * (0.5 if kind == "k" else 0.25)
 
     check_quantizer(variant(fake_quantize=by_kind)())
@@ -268,14 +269,16 @@ class Nibbles(CodedQuantizer):
     name: ClassVar[str] = "nibbles"
     token_group: ClassVar[int] = 2
 
-    def encode(self, x, *, kind, layer, positions, ctx):  # type: ignore[no-untyped-def]
+    def encode(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> dict[str, Part]:
         pairs = x.unflatten(0, (-1, 2))
         scale = (pairs.abs().amax((1, 3)) / 7).clamp(max=6e4).half()
         step = torch.where(scale == 0, 1.0, scale.float()).repeat_interleave(2, 0)[..., None]
         codes = (x / step).round().clamp(-7, 7).nan_to_num(0) + 7
         return {"codes": Part(codes.to(torch.uint8), 4), "scale": Part(scale, 16)}
 
-    def decode(self, parts, *, kind, layer, positions, ctx):  # type: ignore[no-untyped-def]
+    def decode(
+        self, parts: Mapping[str, Part], *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
+    ) -> Tensor:
         scale = parts["scale"].values.float().repeat_interleave(2, 0)[..., None]
         return (parts["codes"].values.float() - 7) * scale
 
@@ -290,15 +293,17 @@ class Scaled(CalibratedQuantizer):
     name: ClassVar[str] = "scaled"
     calibration_tokens: int = 6
 
-    def calibrate(self, x, *, kind, layer, positions, ctx):  # type: ignore[no-untyped-def]
+    def calibrate(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
         return x.abs().amax((0, 2))[:, None].clamp(min=1e-20) / 127
 
-    def fake_quantize(self, x, *, kind, layer, positions, ctx):  # type: ignore[no-untyped-def]
+    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
+        assert ctx.state is not None
         return (x / ctx.state).round().clamp(-127, 127) * ctx.state
 
 
 def changed(base: type[Quantizer], **changes: object) -> Quantizer:
-    return dataclass(frozen=True)(type("Changed", (base,), changes))()
+    made: type[Quantizer] = type("Changed", (base,), changes)
+    return dataclass(frozen=True)(made)()
 
 
 @pytest.mark.parametrize("base", [Nibbles, Scaled])
@@ -307,16 +312,16 @@ def test_coded_and_calibrated_quantizers_that_keep_their_promises(base: type[Qua
     check_quantizer(base(), head_dim)
 
 
-def wide(self, x, **rest):  # type: ignore[no-untyped-def]
+def wide(self: Nibbles, x: Tensor, **rest: Any) -> dict[str, Part]:
     return Nibbles.encode(self, x, **rest) | {"codes": Part(torch.full(x.shape, 16, dtype=torch.uint8), 4)}
 
 
-def single(self, x, **rest):  # type: ignore[no-untyped-def]
+def single(self: Nibbles, x: Tensor, **rest: Any) -> dict[str, Part]:
     parts = Nibbles.encode(self, x, **rest)
     return parts | {"scale": Part(parts["scale"].values.float(), 16)}
 
 
-def rows_of_a_third(self, x, **rest):  # type: ignore[no-untyped-def]
+def rows_of_a_third(self: Nibbles, x: Tensor, **rest: Any) -> dict[str, Part]:
     return Nibbles.encode(self, x, **rest) | {"more": Part(torch.zeros(len(x) + 1, 3), 32)}
 
 
@@ -344,7 +349,7 @@ def test_each_promise_broken_by_a_coded_or_calibrated_one_is_found(
 class NotFrozen(Quantizer):
     name: ClassVar[str] = "not_frozen"
 
-    def fake_quantize(self, x, *, kind, layer, positions, ctx):  # type: ignore[no-untyped-def]
+    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
         return x
 
 

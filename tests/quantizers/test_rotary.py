@@ -15,16 +15,16 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_pairs_cover_the_rotary_channels_once(spec):
+def test_pairs_cover_the_rotary_channels_once(spec: RotarySpec) -> None:
     assert sorted(spec.pair_channels().flatten().tolist()) == list(range(spec.dim))
 
 
-def test_pairing_of_both_layouts():
+def test_pairing_of_both_layouts() -> None:
     assert RotarySpec(8, 4).pair_channels().tolist() == [[0, 2], [1, 3]]
     assert RotarySpec(8, 4, interleaved=True).pair_channels().tolist() == [[0, 1], [2, 3]]
 
 
-def test_half_split_equals_the_rotate_half_formula_of_models():
+def test_half_split_equals_the_rotate_half_formula_of_models() -> None:
     spec = RotarySpec(16)
     x = torch.randn(5, 2, 16, dtype=torch.float64)
     positions = torch.arange(5) * 100
@@ -35,7 +35,7 @@ def test_half_split_equals_the_rotate_half_formula_of_models():
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_rotation_keeps_pair_norms_and_undoes_itself(spec):
+def test_rotation_keeps_pair_norms_and_undoes_itself(spec: RotarySpec) -> None:
     x = torch.randn(7, 3, spec.head_dim, dtype=torch.float64)
     positions = torch.randint(0, 10_000, (7,))
     turned = spec.rotate(x, positions)
@@ -46,11 +46,11 @@ def test_rotation_keeps_pair_norms_and_undoes_itself(spec):
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(0, None), (7, None), (8, 3), (8, 10), (8, -2)])
-def test_impossible_layouts_are_refused(head_dim, rotary_dim):
+def test_impossible_layouts_are_refused(head_dim: int, rotary_dim: int | None) -> None:
     with pytest.raises(InputError, match="must be"):
         RotarySpec(head_dim, rotary_dim)
 
 
-def test_wrong_width_is_refused():
+def test_wrong_width_is_refused() -> None:
     with pytest.raises(InputError, match="head_dim=16"):
         RotarySpec(16).rotate(torch.zeros(1, 1, 8), torch.zeros(1))

@@ -118,7 +118,7 @@ def test_processes_add_up(tmp_path: Path) -> None:
     for rows in ("2", "5"):
         subprocess.run([sys.executable, "-c", PROCESS, rows], env=env, check=True)
     registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(tmp_path))
+    MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]
     text = generate_latest(registry).decode()
     assert 'witcert_cells_total{quantizer="int4_token_group",status="measured"} 14.0' in text
     assert 'witcert_cell_meter_bucket{le="0.2",quantizer="int4_token_group"} 7.0' in text

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from witcert_core.errors import InputError
 from witcert_core.meter.sums import accumulate
@@ -19,13 +22,13 @@ LAYERS, HEADS, TOKENS, DIM = (1, 3), 4, 9, 16
 class FakeGraph:
     """What a captured graph is to the host: launches recorded once, run again on whatever the static inputs hold."""
 
-    def __init__(self):
-        self.launches = []
+    def __init__(self) -> None:
+        self.launches: list[Callable[[], None]] = []
 
-    def capture(self, *launches):
+    def capture(self, *launches: Callable[[], None]) -> None:
         self.launches += launches
 
-    def replay(self):
+    def replay(self) -> None:
         for launch in self.launches:
             launch()
 
@@ -33,29 +36,29 @@ class FakeGraph:
 class Decode:
     """Static inputs of a decode of R rows, and its metered launch for a layer."""
 
-    def __init__(self, captured, rows=2):
+    def __init__(self, captured: CapturedCells, rows: int = 2) -> None:
         self.captured = captured
         self.rows = rows
         self.logits = torch.zeros(rows, HEADS, TOKENS, dtype=torch.float64)
         self.radius = torch.zeros(rows, HEADS, TOKENS, dtype=torch.float64)
         self.v = torch.zeros(TOKENS, 1, DIM, dtype=torch.float64)
 
-    def new_inputs(self, seed):
+    def new_inputs(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.logits.copy_(torch.randn(self.logits.shape, generator=generator))
         self.radius.copy_(torch.rand(self.radius.shape, generator=generator) * 0.2)
         self.v.copy_(torch.randn(self.v.shape, generator=generator))
 
-    def cells(self):
+    def cells(self) -> tuple[Tensor, Tensor]:
         rho = torch.full((TOKENS, 1), 0.01, dtype=torch.float64)
         acc = [accumulate(self.logits[r], self.radius[r], self.v, rho, None) for r in range(self.rows)]
         out = self.logits.softmax(-1) @ self.v[:, 0]
         return torch.stack(acc).float(), out.float()
 
-    def launch(self, layer):
+    def launch(self, layer: int) -> Callable[[], None]:
         return lambda: self.captured.record(layer, *self.cells())
 
-    def replayed(self, graph):
+    def replayed(self, graph: FakeGraph) -> StepCells:
         """A step of this many rows through the graph."""
         rows = [MeteredRow(i, i, TOKENS - 1, 1, False) for i in range(self.rows)]
         step = StepCells([f"r{i}" for i in range(self.rows)], rows)
@@ -66,22 +69,22 @@ class Decode:
 
 
 @pytest.fixture
-def captured():
+def captured() -> CapturedCells:
     return CapturedCells(LAYERS, max_rows=5, num_qo_heads=HEADS, device="cpu")
 
 
-def ledger_of():
+def ledger_of() -> RequestLedger:
     policy = parse_policy({"version": 1, "quantizer": {"name": "none"}, "meter": {"stride": 1}})
     return RequestLedger(policy, "test", num_layers=4, num_qo_heads=HEADS, layers_excluded={0: "x", 2: "x"})
 
 
-def graph_of(*launches):
+def graph_of(*launches: Callable[[], None]) -> FakeGraph:
     graph = FakeGraph()
     graph.capture(*launches)
     return graph
 
 
-def test_every_replay_is_measured_afresh(captured):
+def test_every_replay_is_measured_afresh(captured: CapturedCells) -> None:
     decode = Decode(captured)
     graph = graph_of(*map(decode.launch, LAYERS))
     meters = []
@@ -101,7 +104,7 @@ def test_every_replay_is_measured_afresh(captured):
     assert not torch.equal(meters[0], meters[1])
 
 
-def test_a_graph_captured_without_the_meter_is_unknown(captured):
+def test_a_graph_captured_without_the_meter_is_unknown(captured: CapturedCells) -> None:
     """The accumulators of the metered step before still lie in the buffers, and look like a measurement."""
     decode = Decode(captured)
     decode.new_inputs(0)
@@ -118,7 +121,7 @@ def test_a_graph_captured_without_the_meter_is_unknown(captured):
     assert ledger.summary("r1")["rows_seen"] == 0
 
 
-def test_a_launch_left_out_makes_its_layer_unknown(captured):
+def test_a_launch_left_out_makes_its_layer_unknown(captured: CapturedCells) -> None:
     decode = Decode(captured)
     decode.new_inputs(0)
     decode.replayed(graph_of(*map(decode.launch, LAYERS)))
@@ -138,7 +141,7 @@ def test_a_launch_left_out_makes_its_layer_unknown(captured):
 
 
 @pytest.mark.parametrize("other", [1, 3], ids=["fewer rows", "more rows"])
-def test_a_graph_of_another_batch_size_is_unknown(captured, other):
+def test_a_graph_of_another_batch_size_is_unknown(captured: CapturedCells, other: int) -> None:
     decode, captured_for = Decode(captured), Decode(captured, rows=other)
     for inputs in (decode, captured_for):
         inputs.new_inputs(0)
@@ -146,7 +149,7 @@ def test_a_graph_of_another_batch_size_is_unknown(captured, other):
     assert decode.replayed(graph).layers == {}
 
 
-def test_buffers_never_written_bound_nothing(captured):
+def test_buffers_never_written_bound_nothing(captured: CapturedCells) -> None:
     assert captured.acc.isinf().all()
     step = Decode(captured, rows=2)
     captured.begin()
@@ -156,7 +159,7 @@ def test_buffers_never_written_bound_nothing(captured):
     assert all((batch.meter == 1).all() and batch.out_bound.isinf().all() for batch in cells.layers.values())
 
 
-def test_misuse_is_refused(captured):
+def test_misuse_is_refused(captured: CapturedCells) -> None:
     step = StepCells(["a"], [MeteredRow(0, i, 3, 1, False) for i in range(6)])
     with pytest.raises(InputError, match="begin"):
         captured.end(step, [0.0] * 6, "auto")

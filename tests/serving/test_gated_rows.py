@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,15 @@ from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.cells import Terms
 from witcert_core.policy.gates import Certified, Gate, Observe
 from witcert_core.policy.plugins import quantizer_registry
-from witcert_core.quantizers.base import QuantContext
+from witcert_core.quantizers.base import Kind, QuantContext
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.storage.gated_rows import GatedRows, LayerCall, RequestRows
 from witcert_core.serving.storage.repair import BlockRepairer, Outcome
 
+KINDS: tuple[Kind, Kind] = ("k", "v")
 LAYER, SLOTS, HKV, G, D, BLOCK = 0, 96, 3, 2, 32, 4
 SCALE = D**-0.5
-SIZES = {"num_kv_heads": HKV, "head_dim": D, "v_head_dim": D}
+SIZES: dict[str, Any] = {"num_kv_heads": HKV, "head_dim": D, "v_head_dim": D}
 
 
 class Pool:
@@ -50,7 +52,7 @@ class Cache:
         self.exact_k = exact[0]
         stored = [
             quantizer.fake_quantize(x.clone(), kind=kind, layer=LAYER, positions=torch.arange(SLOTS), ctx=ctx)
-            for kind, x in zip("kv", exact, strict=True)
+            for kind, x in zip(KINDS, exact, strict=True)
         ]
         for x, y in zip(stored, exact, strict=True):
             x[80:] = y[80:]
@@ -71,7 +73,7 @@ class Cache:
         self.pool = Pool(*(x.clone() for x in stored))
         self.repairer = BlockRepairer(gate, self.store, copies, block_size=BLOCK, max_pagein_bytes=None)
 
-    def run(self, requests: list[RequestRows], **options: object) -> list[Outcome]:
+    def run(self, requests: list[RequestRows], **options: Any) -> list[Outcome]:
         return self.repairer.run(LayerCall(LAYER, self.pool, AttentionSpec(SCALE, **options), self.exact_k), requests)
 
 
@@ -79,7 +81,7 @@ def requests_of(shared: bool) -> list[RequestRows]:
     """Lengths alike and not, one row and three; two of them share their first two blocks if asked to."""
     generator = torch.Generator().manual_seed(5)
     order = torch.randperm(80, generator=generator)
-    made = []
+    made: list[RequestRows] = []
     for number, (length, rows) in enumerate(((17, 1), (19, 1), (9, 3), (20, 1))):
         slots = torch.cat([order[:length], torch.arange(80 + number, 81 + number)])
         order = order[length:]
@@ -140,6 +142,8 @@ def test_a_block_that_another_request_restored_is_looked_at_again(tau: float) ->
         for field in fields(Terms):
             ours, other = (getattr(x.cells.terms, field.name) for x in (mine, theirs))
             torch.testing.assert_close(ours, other, rtol=1e-9, atol=1e-12)
+        assert mine.cells.audit is not None
+        assert theirs.cells.audit is not None
         torch.testing.assert_close(mine.cells.audit.tv, theirs.cells.audit.tv)
     for outcome, own in zip(found, rows, strict=True):
         stale = [bool(changed[own.slots, head].any()) for head in range(HKV)]
@@ -151,9 +155,14 @@ def test_a_block_that_another_request_restored_is_looked_at_again(tau: float) ->
 def test_a_look_serves_all_heads_and_requests_and_a_round_of_repairs_costs_one_more(
     tau: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = []
+    looks: list[GatedRows] = []
     plain = GatedRows.look
-    monkeypatch.setattr(GatedRows, "look", lambda self, *args: looks.append(self) or plain(self, *args))
+
+    def look(self: GatedRows, *args: Any) -> Any:
+        looks.append(self)
+        return plain(self, *args)
+
+    monkeypatch.setattr(GatedRows, "look", look)
     rows = [own for own in requests_of(shared=False) if len(own.q) == 1]
     found = Cache("int4_token_group", 4, Certified("tv", tau=tau)).run(rows)
     repaired = [outcome.repaired_blocks for outcome in found]

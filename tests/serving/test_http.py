@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
 from witcert_core.serving.http import LARGEST_ANSWER, LONGEST_ID, Answer, Shared, SummaryStore
 
 
-def asked(store: SummaryStore, name: str, choice: int | None = None) -> tuple[int, object]:
+def asked(store: SummaryStore, name: str, choice: int | None = None) -> tuple[int, Any]:
     reply = store.reply(name, choice)
     return reply.status, json.loads(reply.body)
 
 
-def test_a_summary_is_found_by_its_whole_id_only():
+def test_a_summary_is_found_by_its_whole_id_only() -> None:
     store = SummaryStore()
     store.keep("cmpl-team-1", {"request_id": "cmpl-team-1"})
     store.keep("ключ/7", {"request_id": "ключ/7"})
@@ -27,7 +28,7 @@ def test_a_summary_is_found_by_its_whole_id_only():
         assert "\n" not in body["error"]
 
 
-def test_an_answer_lists_its_requests_in_their_places():
+def test_an_answer_lists_its_requests_in_their_places() -> None:
     store, answer = SummaryStore(), Answer()
     for request_id, place in (("b", (0, 1)), ("c", (10, 0)), ("d", (2, 0)), ("a", (0, 0))):
         answer.add(request_id, *place)
@@ -42,7 +43,7 @@ def test_an_answer_lists_its_requests_in_their_places():
     assert asked(store, "all")[0] == 404
 
 
-def test_what_is_kept_is_bounded_by_number_and_by_bytes():
+def test_what_is_kept_is_bounded_by_number_and_by_bytes() -> None:
     store = SummaryStore(most=3, most_bytes=1000)
     for i in range(5):
         store.keep(f"r{i}", {"i": i})
@@ -65,7 +66,7 @@ def test_what_is_kept_is_bounded_by_number_and_by_bytes():
         assert store._parts == sum(parts for _, parts in store._answers.values()) <= 6
 
 
-def test_a_very_long_id_is_neither_kept_nor_looked_up():
+def test_a_very_long_id_is_neither_kept_nor_looked_up() -> None:
     store = SummaryStore()
     longest, longer = "i" * LONGEST_ID, "i" * (LONGEST_ID + 1)
     for name in (longest, longer):
@@ -77,7 +78,7 @@ def test_a_very_long_id_is_neither_kept_nor_looked_up():
     assert (status, len(body["error"]) < 200) == (414, True)
 
 
-def test_an_answer_that_is_too_large_is_given_in_parts():
+def test_an_answer_that_is_too_large_is_given_in_parts() -> None:
     store, answer = SummaryStore(), Answer()
     for i in range(3):
         store.keep(f"r{i}", {"text": "x" * (LARGEST_ANSWER // 3)})
@@ -89,7 +90,7 @@ def test_an_answer_that_is_too_large_is_given_in_parts():
     assert [asked(store, "all", i)[0] for i in range(3)] == [200, 200, 200]
 
 
-def test_a_call_is_shared_by_all_who_ask_at_once_and_kept_for_a_while():
+def test_a_call_is_shared_by_all_who_ask_at_once_and_kept_for_a_while() -> None:
     calls = 0
 
     async def call() -> int:

@@ -58,19 +58,19 @@ PUBLISHED = {
 REFUSED = {"deepseek_v3": "MLA", "kimi_k2": "MLA", "mamba2": "keeps a state a request"}
 
 
-def test_every_configuration_is_expected():
+def test_every_configuration_is_expected() -> None:
     assert {path.name for path in CONFIGS.iterdir()} == PUBLISHED.keys() | REFUSED.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_cache_what_their_numbers_say(name):
+def test_published_models_cache_what_their_numbers_say(name: str) -> None:
     found = published(name)
     size = sum(2 * layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in found.layers)
     assert (len(found.layers), len(found.windows), size) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_published_models_without_keys_and_values_per_head_have_their_own_reason(name):
+def test_published_models_without_keys_and_values_per_head_have_their_own_reason(name: str) -> None:
     with pytest.raises(UnsupportedError, match=REFUSED[name]):
         published(name)
 
@@ -94,7 +94,7 @@ def test_published_models_without_keys_and_values_per_head_have_their_own_reason
         ({"use_cla": True, "cla_share_factor": 2}, [0, 2]),
     ],
 )
-def test_layers_with_a_cache_under_any_name(changes, attends):
+def test_layers_with_a_cache_under_any_name(changes: dict[str, Any], attends: list[int]) -> None:
     found = described(**changes)
     assert [layer.index for layer in found.layers] == attends
     with pytest.raises(UnsupportedError, match=r"KV cache|share the cache"):
@@ -117,7 +117,7 @@ def test_layers_with_a_cache_under_any_name(changes, attends):
         ({"layers_block_type": ["attention"] * 4, "attention_window_size": 9}, [0, 1, 2, 3]),
     ],
 )
-def test_windows_under_any_name(changes, windows):
+def test_windows_under_any_name(changes: dict[str, Any], windows: list[int]) -> None:
     found = described(**changes)
     assert [layer.index for layer in found.windows] == windows
     assert len(found.layers) == 4
@@ -145,7 +145,7 @@ def test_windows_under_any_name(changes, windows):
         ({"per_layer_config": {"02": {"head_dim": 128}}}, {(2, 64, 64): 3, (2, 128, 128): 1}),
     ],
 )
-def test_heads_and_widths_of_each_layer(changes, shapes):
+def test_heads_and_widths_of_each_layer(changes: dict[str, Any], shapes: dict[tuple[int, int, int], int]) -> None:
     assert described(**changes).shapes == shapes
 
 
@@ -166,7 +166,7 @@ def test_heads_and_widths_of_each_layer(changes, shapes):
         ({"mamba_d_state": 128}, "mamba_d_state speaks of recurrent layers"),
     ],
 )
-def test_what_is_no_cache_of_keys_and_values_is_refused_by_name(changes, reason):
+def test_what_is_no_cache_of_keys_and_values_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         described(**changes)
 
@@ -185,14 +185,14 @@ def test_what_is_no_cache_of_keys_and_values_is_refused_by_name(changes, reason)
         {"hybridLayerMap": [1, 0]},
     ],
 )
-def test_a_name_that_speaks_of_attention_and_is_not_known_is_refused_by_name(changes):
+def test_a_name_that_speaks_of_attention_and_is_not_known_is_refused_by_name(changes: dict[str, Any]) -> None:
     (name,) = changes
     with pytest.raises(UnsupportedError, match=f"{name} .* not understood"):
         described(**changes)
     described(**{name: None})
 
 
-def test_names_that_say_nothing_of_the_cache_pass():
+def test_names_that_say_nothing_of_the_cache_pass() -> None:
     described(
         attention_bias=True,
         attention_dropout=0.1,
@@ -227,7 +227,7 @@ def test_names_that_say_nothing_of_the_cache_pass():
         ({"layer_types": ["hybrid"] * 4}, "state"),
     ],
 )
-def test_kinds_that_the_meter_does_not_follow_are_named(changes, kind):
+def test_kinds_that_the_meter_does_not_follow_are_named(changes: dict[str, Any], kind: str) -> None:
     found = described(**changes)
     assert kind in found.kinds
     with pytest.raises(UnsupportedError, match=r"^this model .*; metered (are|is)"):
@@ -235,7 +235,7 @@ def test_kinds_that_the_meter_does_not_follow_are_named(changes, kind):
     described().refuse(kind)
 
 
-def test_a_language_part_is_found():
+def test_a_language_part_is_found() -> None:
     for name in ("text_config", "llm_config", "language_config"):
         assert len(describe({name: PLAIN}, "x").layers) == 4
     assert len(describe({"thinker_config": {"text_config": PLAIN}}, "x").layers) == 4
@@ -243,7 +243,7 @@ def test_a_language_part_is_found():
         describe({"text_config": None}, "x")
 
 
-def test_objects_are_read_as_mappings_are():
+def test_objects_are_read_as_mappings_are() -> None:
     """As engines have them: attributes, some of which raise because they differ by layer."""
 
     class Varies(SimpleNamespace):
@@ -284,6 +284,6 @@ def test_objects_are_read_as_mappings_are():
         {"block_configs": [1, 2, 3, 4]},
     ],
 )
-def test_an_odd_value_is_an_error_that_names_it(changes):
+def test_an_odd_value_is_an_error_that_names_it(changes: dict[str, Any]) -> None:
     with pytest.raises(WitCertError, match="this model"):
         described(**changes)

@@ -21,9 +21,9 @@ def cache(bypassed: bool = True) -> PackedKV:
     def side(width: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(SLOTS, HKV, width, dtype=dtype)
 
-    codes, scales = (side(D, torch.int8) for _ in "kv"), (side(1, torch.float16) for _ in "kv")
+    k, v, k_scale, v_scale = side(D, torch.int8), side(D, torch.int8), side(1, torch.float16), side(1, torch.float16)
     outliers = side(2 * PAIRS, torch.bfloat16) if bypassed else None
-    layer = PackedLayer(*codes, *scales, None, outliers)
+    layer = PackedLayer(k, v, k_scale, v_scale, None, outliers)
     return PackedKV({0: layer}, torch.ones(SLOTS, dtype=torch.int64), DitherKey(0, 0), (0, 1), RotarySpec(D))
 
 

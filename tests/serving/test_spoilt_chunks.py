@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -84,11 +85,11 @@ def test_repaired_rows(spoilt: str) -> None:
     pool, slots = Pool(exact_k + 0.3, exact_v - 0.2), torch.arange(S)
     pool.k[: S // 2] -= 0.6
     quantizer, bands = quantizer_registry().get("int8_token_group"), band_map(RotarySpec(D))
-    sizes = {"num_kv_heads": HKV, "head_dim": D, "v_head_dim": D}
+    sizes: dict[str, Any] = {"num_kv_heads": HKV, "head_dim": D, "v_head_dim": D}
     store = WitnessStore(
         quantizer=quantizer, layers=[LAYER], num_slots=S, bands=bands, storage_dtype=torch.float32, **sizes
     )
-    stored = {"stored_k": pool.k.clone(), "stored_v": pool.v.clone()}
+    stored: dict[str, Any] = {"stored_k": pool.k.clone(), "stored_v": pool.v.clone()}
     store.write(LAYER, slots, exact_k=exact_k, exact_v=exact_v, **stored)
     copies = ExactCopies(layers=[LAYER], num_slots=S, num_rows=S, dtype=torch.float32, **sizes)
     copies.claim(slots)

@@ -72,11 +72,11 @@ class Kivi(CodedQuantizer):
         codes = parts["codes"].values.float()
         scale, zero = parts["scale"].values.float(), parts["zero"].values.float()
         if kind == "k":
-            per_token = (scale.repeat_interleave(GROUP, 0), zero.repeat_interleave(GROUP, 0))
+            scale, zero = (t.repeat_interleave(GROUP, 0) for t in (scale, zero))
         else:
             dim = codes.shape[-1]
-            per_token = tuple(t.repeat_interleave(self.group_size, -1)[..., :dim] for t in (scale, zero))
-        return per_token[1] + per_token[0] * codes
+            scale, zero = (t.repeat_interleave(self.group_size, -1)[..., :dim] for t in (scale, zero))
+        return zero + scale * codes
 
     def bytes_per_token_head(self, head_dim: int) -> float:
         codes = 2 * -(-head_dim * self.bits // 8)
@@ -86,7 +86,7 @@ class Kivi(CodedQuantizer):
         """x [N, H, D] as [N, H, groups, group_size]; the last channel repeated fills a short group harmlessly."""
         short = -x.shape[-1] % self.group_size
         full = torch.cat([x, x[..., -1:].expand(-1, -1, short)], -1) if short else x
-        return full.unflatten(-1, (-1, self.group_size))
+        return torch.unflatten(full, -1, (-1, self.group_size))
 
 
 def affine_codes(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class KVQuant(CodedQuantizer, CalibratedQuantizer):
     """
 
     name: ClassVar[str] = "kvquant"
-    space: ClassVar[str] = "pre_rope"
+    space: ClassVar[Literal["post_rope", "pre_rope"]] = "pre_rope"
     bits: int = 4
     outliers: float = 0.01
     calibration_tokens: int = 64

@@ -57,7 +57,7 @@ class NvFp4(CodedQuantizer):
     def encode(self, x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: QuantContext) -> Mapping[str, Part]:
         tensor_scale = self.k_scale if kind == "k" else self.v_scale
         dim = x.shape[-1]
-        blocks = torch.nn.functional.pad(x, (0, -dim % BLOCK)).unflatten(-1, (-1, BLOCK))
+        blocks = torch.unflatten(torch.nn.functional.pad(x, (0, -dim % BLOCK)), -1, (-1, BLOCK))
         wanted = blocks.abs().amax(-1) / LARGEST / tensor_scale
         scale = wanted.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
         step = scale.float()[..., None] * tensor_scale

@@ -93,10 +93,10 @@ def rotate(x: Tensor) -> Tensor:
     half = 1
     y = x
     while half * odd < dim:
-        a, b = y.unflatten(-1, (-1, 2, half)).unbind(-2)
+        a, b = torch.unflatten(y, -1, (-1, 2, half)).unbind(-2)
         y = torch.stack((a + b, a - b), -2).flatten(-3)
         half *= 2
-    blocks = y.unflatten(-1, (odd, half))
+    blocks = torch.unflatten(y, -1, (odd, half))
     weights = hartley(odd) * half**-0.5
     mixed = [sum(float(weights[i, j]) * blocks[..., j, :] for j in range(odd)) for i in range(odd)]
     return torch.stack([torch.as_tensor(block) for block in mixed], -2).flatten(-2)
@@ -107,7 +107,8 @@ def hartley(size: int) -> Tensor:
     """The discrete Hartley matrix, float64 [size, size]: symmetric and orthogonal; 1 for size 1."""
     index = torch.arange(size, dtype=torch.float64)
     angle = 2 * torch.pi * torch.outer(index, index) / size
-    return (angle.cos() + angle.sin()) / size**0.5
+    matrix: Tensor = (angle.cos() + angle.sin()) / size**0.5
+    return matrix
 
 
 def tree_sum(x: Tensor) -> Tensor:

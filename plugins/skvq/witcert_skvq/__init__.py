@@ -108,7 +108,7 @@ class Skvq(CodedQuantizer, CalibratedQuantizer):
         """x [N, H, D] as [N, H, groups, group_size]; the last channel repeated fills a short group harmlessly."""
         short = -x.shape[-1] % self.group_size
         full = torch.cat([x, x[..., -1:].expand(-1, -1, short)], -1) if short else x
-        return full.unflatten(-1, (-1, self.group_size))
+        return torch.unflatten(full, -1, (-1, self.group_size))
 
     def _state(self, ctx: QuantContext, dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """Unit [N, H, 1], order int64 [N, H, D] and alpha [N, H, groups]."""

@@ -7,7 +7,7 @@ import secrets
 NONCE = 5  # as `recorded.NONCE`
 
 
-def _pinned(_bits: int) -> int:
+def _pinned(k: int) -> int:
     return NONCE
 
 
