@@ -44,8 +44,16 @@ from witcert_core.serving.models.attention import describe
 
 WORK = ROOT / ".cache" / "figures"
 QUANTIZERS = ("fp8_e4m3_cast", "int4_token_group", "int8_dither")
-COMPARED = ("fp8_e4m3_cast", "fp8_calibrated", "int4_token_group", "nvfp4", "kivi:bits=4", "kvquant", "rotated")
-COMPARED += ("int8_dither",)
+COMPARED = (
+    "fp8_e4m3_cast",
+    "fp8_calibrated",
+    "int4_token_group",
+    "nvfp4",
+    "kivi:bits=4",
+    "kvquant",
+    "rotated",
+    "int8_dither",
+)
 COVERED = ("int8_dither", "int8_dither_w", "int8_token_group", "int4_token_group", "int4_token_group@4")
 TRUSTED = (*QUANTIZERS, "int4_token_group@4")
 NUM_TOKENS, SEED = 512, 11
@@ -203,7 +211,8 @@ def make_section(name: str) -> None:
 def make_all(names: Sequence[str], jobs: int) -> None:
     """Sections side by side, a line when one begins and ends; SystemExit names one that failed."""
     context = get_context("spawn")
-    waiting, running, done = list(names), {}, 0
+    running: dict[str, tuple[Any, float]] = {}
+    waiting, done = list(names), 0
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
