@@ -109,7 +109,8 @@ def log_a(q: Tensor, cache: tuple[Tensor, Tensor], table: PageTable, radii: Tens
     both = []
     for c in (torch.zeros_like(radii), radii):
         both.append(wrapper.run(q, cache, c.contiguous(), starts, sm_scale, return_lse=True)[1])
-    return (both[1] - both[0]) * math.log(2.0)
+    moved: Tensor = (both[1] - both[0]) * math.log(2.0)
+    return moved
 
 
 if __name__ == "__main__":

@@ -128,7 +128,9 @@ def int8_points(batch: int, length: int, bandwidth: float) -> list[dict[str, Any
     for name, meter in (("INT8 certified", True), ("INT8 uncertified", False)):
 
         def attend(s: int, meter: bool = meter) -> object:
-            return decode_int8(q, (codes[0], codes[1]), *scales, tables[s], pass_ids, meter=meter, **options)
+            return decode_int8(
+                q, (codes[0], codes[1]), scales[0], scales[1], tables[s], pass_ids, meter=meter, **options
+            )
 
         taken = seconds(attend, sets)
         share = batch * length * per_token / taken / bandwidth
@@ -176,12 +178,13 @@ def write_points(bandwidth: float) -> list[dict[str, Any]]:
     slots = torch.randperm(tokens, device=DEVICE)
     head_ids = torch.arange(KV_HEADS, dtype=torch.int32, device=DEVICE)
 
-    def append(s: int) -> object:
-        return append_int8(
+    def append(s: int) -> None:
+        append_int8(
             k,
             v,
             (codes[0], codes[1]),
-            *scales,
+            scales[0],
+            scales[1],
             pass_ids,
             layer=LAYER,
             head_ids=head_ids,
@@ -241,7 +244,8 @@ def graph_check() -> dict[str, Any]:
     arguments = (
         q,
         (codes[0], codes[1]),
-        *scales,
+        scales[0],
+        scales[1],
         table,
         torch.full((pages * PAGE,), 5, dtype=torch.int32, device=DEVICE),
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from flashinfer_oracle import log_a
 from torch import Tensor
 
+from bench.flashinfer_oracle import log_a
 from witcert_core.cache.bands import BandMap, band_map
 from witcert_core.cache.outliers import outlier_channels
 from witcert_core.cache.radii import radius_witness
@@ -95,7 +95,7 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     plain = [x.clone() for x in (*codes, *scales, witness)]
     beside = to_cpu(bypass)
     write: dict[str, Any] = {"layer": LAYER, "head_ids": head_ids, "dither_key": KEY, "slot_mapping": slots}
-    append_int8(k, v, (codes[0], codes[1]), *scales, pass_ids, witness=witness, bypass=bypass, **write)
+    append_int8(k, v, (codes[0], codes[1]), scales[0], scales[1], pass_ids, witness=witness, bypass=bypass, **write)
     host = [to_cpu(x) for x in plain]
     options = {name: to_cpu(x) for name, x in write.items()}
     append_int8(
@@ -120,7 +120,7 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     common: dict[str, Any] = {"layer": LAYER, "head_ids": head_ids, "key": KEY, "witness": witness, "bypass": bypass}
     limit = max(lengths)
     close = 1e-5 if dtype == torch.float32 else 1e-2
-    pool = ((codes[0], codes[1]), *scales)
+    pool = ((codes[0], codes[1]), scales[0], scales[1])
     out = torch.full_like(q, float("nan"))
     delta = torch.full((batch,), 1e-7, device=device)
     got = decode_int8(q, *pool, table, pass_ids, max_kv_len=limit, out=out, delta_loc=delta, **common)
@@ -152,12 +152,12 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
         findings.append(verdict(name, error(got[0], want[0]), close, outward(got[2], want[2])))
 
     chunk = 19
-    new = [torch.randn(batch * chunk, h, dim, generator=g, device=device).to(dtype) for h in (8, 2, 2)]
+    q_new, k_new, v_new = (torch.randn(batch * chunk, h, dim, generator=g, device=device).to(dtype) for h in (8, 2, 2))
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * chunk
     rows = torch.tensor([0, chunk - 1, batch * chunk - 1], dtype=torch.int32, device=device)
     chunked: dict[str, Any] = {**common, "max_q_len": chunk, "max_kv_len": limit, "meter_rows": rows}
-    got = extend_int8(*new, *pool, starts, table, pass_ids, **chunked)
-    want = reference(extend_int8, (*new, *pool, starts, table, pass_ids), chunked)
+    got = extend_int8(q_new, k_new, v_new, *pool, starts, table, pass_ids, **chunked)
+    want = reference(extend_int8, (q_new, k_new, v_new, *pool, starts, table, pass_ids), chunked)
     findings.append(verdict("extend", error(got[0], want[0]), close, outward(got[2], want[2])))
 
     bands = band_map(RotarySpec(dim))
@@ -165,7 +165,7 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     norms = torch.full((*shape, bands.num_bands), 255, dtype=torch.uint8, device=device)
     value_norms = torch.full((*shape, 1), 255, dtype=torch.uint8, device=device)
     noisy = [x.float() + 0.05 * torch.randn(x.shape, generator=g, device=device) for x in (k, v)]
-    write_with_witness(k, v, *noisy, (exact[0], exact[1]), norms, value_norms, slots, bands)
+    write_with_witness(k, v, noisy[0], noisy[1], (exact[0], exact[1]), norms, value_norms, slots, bands)
     certified: dict[str, Any] = {"max_kv_len": limit, "value_witness": value_norms}
     mine = certify(q, (exact[0], exact[1]), norms, table, bands, **certified)
     theirs = reference(certify, (q, (exact[0], exact[1]), norms, table, bands), certified)

@@ -84,8 +84,8 @@ def blocks_of(lines: list[str]) -> list[Block]:
             if open_end:
                 blocks[-1].after.append(len(blocks))
             blocks.append(Block([], []))
-    for source, label in jumps:
-        blocks[source].after.append(labels[label])
+    for source, target_label in jumps:
+        blocks[source].after.append(labels[target_label])
     return blocks
 
 

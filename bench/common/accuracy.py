@@ -66,7 +66,7 @@ def compared(
 ) -> list[dict[str, Any]]:
     """The row of an exact cache, called `label`, and those of quantizers; suffix: of the exact run's name."""
     exact = rights(ask_all(EXACT + suffix, {"quantizer": {"name": EXACT}}, asked))
-    rows = [{"quantizer": label, "raw": mean_interval(exact).as_dict()}]
+    rows: list[dict[str, Any]] = [{"quantizer": label, "raw": mean_interval(exact).as_dict()}]
     for name in names:
         quantizer, meter = {"name": name, "storage": storage}, {"audit_every": 4}
         observed = ask_all(f"{name}-raw", {"quantizer": quantizer, "meter": {**meter, "stride": 1}}, asked)

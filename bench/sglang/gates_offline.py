@@ -76,7 +76,7 @@ class Oracle(BlockRepairer):
             own = slice(head * group, (head + 1) * group)
             exact_k, exact_v = self.copies.get(call.layer, rows.slots, head)
             k, v = stored_k[:, head].clone(), stored_v[:, head].clone()
-            left = ~self.store[call.layer].head(head).is_exact(rows.slots)
+            left = ~self.store[call.layer].exact_heads(rows.slots)[:, head]
             while True:
                 weights = [self.weights(call, rows, own, keys) for keys in (exact_k, k)]
                 moved = (weights[0] - weights[1]).abs() / 2  # [R, G, S]

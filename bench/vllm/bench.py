@@ -41,7 +41,7 @@ SHOWN = {
         },
     ),
 }
-OPTIONS = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": False}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": False}
 
 
 def sections(work: Path, per_task: int, num_tokens: int) -> Sections:

@@ -14,7 +14,7 @@ from bench.common.accuracy import total
 from bench.vllm.engines import running_engine
 
 METERED = {"prefill_reads": "stored", "meter": {"stride": 1, "audit_every": 1}}
-OPTIONS = {"dtype": "float32", "kv_cache_memory_bytes": 32 << 20}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 32 << 20}
 CACHES = (
     ("vLLM fp8 (CPU)", 256, {"name": "engine"}, False, "fp8"),
     ("vLLM int8_per_token_head", 264, {"name": "engine"}, True, "int8_per_token_head"),

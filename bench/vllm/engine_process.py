@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,9 @@ def speed(llm: Any, prompts: list[list[int]], new: int) -> float:
     return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - begun)
 
 
+CALLS: dict[str, Callable[..., Any]] = {"tokens": tokens, "answers": answers, "speed": speed}
+
+
 def main(case_path: str) -> None:
     """Answer one line of JSON with one, until there are no more."""
     replies = os.fdopen(os.dup(1), "w")
@@ -78,7 +82,7 @@ def main(case_path: str) -> None:
     llm = start(json.loads(Path(case_path).read_text()))
     for line in sys.stdin:
         name, *arguments = json.loads(line)
-        reply = {"tokens": tokens, "answers": answers, "speed": speed}[name](llm, *arguments)
+        reply = CALLS[name](llm, *arguments)
         print(json.dumps(reply), file=replies, flush=True)
 
 

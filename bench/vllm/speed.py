@@ -10,7 +10,7 @@ from typing import Any
 from bench.common.speed import NEW, POLICIES, fresh_prompts, in_turn
 from bench.vllm.engines import Engine, running_engine
 
-OPTIONS = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": False}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": False}
 
 
 def runner(engine: Engine) -> Callable[[int], float]:
