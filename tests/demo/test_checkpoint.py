@@ -7,14 +7,14 @@ from functools import cache
 
 import pytest
 import torch
+from demo_caches import bfloat16_cache, quantized_cache
 from torch import Tensor
 from witcert_demo import NEEDLE_TINY
-from witcert_demo.caches import bfloat16_cache, quantized_cache
 from witcert_demo.checkpoint import build_model, load_model, read_checkpoint
 from witcert_demo.model import TinyLlama
-from witcert_demo.offline import Evaluation, FakeQuantize, evaluate, evaluate_model, forward_cached
 from witcert_demo.score import exact_match
 from witcert_demo.tasks import TASKS, make_samples
+from witcert_demo.training.offline import Evaluation, FakeQuantize, evaluate, evaluate_model, forward_cached
 from witcert_demo.twin import outlier_twin
 
 NUM_TOKENS = 512

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from demo_caches import quantized_cache
 from torch import Tensor
-from witcert_demo.caches import quantized_cache
 from witcert_demo.checkpoint import load_model, read_checkpoint, write_checkpoint
-from witcert_demo.curriculum import SMOKE, num_steps
 from witcert_demo.model import ModelConfig, TinyLlama, rotary_table
-from witcert_demo.offline import forward_cached
 from witcert_demo.tasks import TASKS
-from witcert_demo.train import main, smoke_recipe, train
+from witcert_demo.training.curriculum import SMOKE, num_steps
+from witcert_demo.training.offline import forward_cached
+from witcert_demo.training.train import main, smoke_recipe, train
 
 from witcert_core.quantizers import QuantizerRegistry
 from witcert_core.quantizers.cast import NoQuantizer
@@ -118,7 +118,7 @@ def test_quantizers_the_evaluation_does_not_model_are_refused(monkeypatch: pytes
 
     registry = QuantizerRegistry()
     registry.register(BeforeRotation)
-    monkeypatch.setattr("witcert_demo.caches.REGISTRY", registry)
+    monkeypatch.setattr("demo_caches.REGISTRY", registry)
     with pytest.raises(ValueError, match="space 'pre_rope'; the offline evaluation takes"):
         quantized_cache("before_rotation", ModelConfig())
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from witcert_demo import vocabulary as vocab
-from witcert_demo.curriculum import CURRICULUM, batch_of_step, num_steps
 from witcert_demo.documents import Lookup, Plan, render
 from witcert_demo.score import accuracy, exact_match, exact_match_text
 from witcert_demo.tasks import TASKS, make_samples
+from witcert_demo.training.curriculum import CURRICULUM, batch_of_step, num_steps
 
 
 def is_key(token_id: int) -> bool:

@@ -9,8 +9,8 @@ import torch
 from witcert_demo import NEEDLE_TINY
 from witcert_demo.checkpoint import build_model, load_model, read_checkpoint
 from witcert_demo.model import ModelConfig, TinyLlama, rotary_table
-from witcert_demo.offline import forward_cached
 from witcert_demo.tasks import make_samples
+from witcert_demo.training.offline import forward_cached
 from witcert_demo.twin import BASE_SCALE, OUTLIER_PAIRS, OUTLIER_SCALE, main, outlier_twin
 
 FLOAT8_E4M3_MAX = 448.0

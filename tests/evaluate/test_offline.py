@@ -10,11 +10,11 @@ import jsonschema
 import pytest
 import torch
 import transformers
-from witcert_demo.caches import quantized_cache
+from demo_caches import quantized_cache
 from witcert_demo.checkpoint import load_model as load_demo_model
-from witcert_demo.offline import forward_cached
 from witcert_demo.run import CHECKPOINT
 from witcert_demo.tasks import make_samples
+from witcert_demo.training.offline import forward_cached
 
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.evaluate.offline import bridge

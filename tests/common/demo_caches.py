@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from witcert_demo.model import ModelConfig
+from witcert_demo.training.offline import FakeQuantize
 
 from witcert_core.quantizers import REGISTRY, QuantContext
 from witcert_core.quantizers.dither import DitherKey
 from witcert_core.quantizers.rotary import RotarySpec
-from witcert_demo.model import ModelConfig
-from witcert_demo.offline import FakeQuantize
 
 _DITHER_KEY = DitherKey(seed=0, nonce=0)
 

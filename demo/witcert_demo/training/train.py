@@ -1,4 +1,4 @@
-"""Train the retrieval model: ``python -m witcert_demo.train --out DIR --seed 0 --threads 1``.
+"""Train the retrieval model: ``python -m witcert_demo.training.train --out DIR --seed 0 --threads 1``.
 
 AdamW over the curriculum, loss on answer tokens only, less than an hour on one CPU core. The run ends with
 an evaluation and a Hugging Face checkpoint in DIR, beside it ``training.json``: command, seed, versions, wall
@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 
 from witcert_demo.checkpoint import write_checkpoint
-from witcert_demo.curriculum import CURRICULUM, SMOKE, Stage, batch_of_step, num_steps
 from witcert_demo.model import ModelConfig, TinyLlama
-from witcert_demo.offline import evaluate_model
 from witcert_demo.tasks import TASKS
+from witcert_demo.training.curriculum import CURRICULUM, SMOKE, Stage, batch_of_step, num_steps
+from witcert_demo.training.offline import evaluate_model
 
 STATE_FILE = "train_state.pt"
 _SAVE_EVERY = 100
@@ -175,7 +175,7 @@ def measure(model: TinyLlama, lengths: Sequence[int], count: int) -> dict[str, d
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m witcert_demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m witcert_demo.training.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory of checkpoint and run state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     accuracies = measure(trainer.model, lengths, count)
     write_checkpoint(options.out, trainer.model.state_dict(), recipe.model)
     record = {
-        "command": f"python -m witcert_demo.train --out DIR --seed {options.seed} --threads {options.threads}"
+        "command": f"python -m witcert_demo.training.train --out DIR --seed {options.seed} --threads {options.threads}"
         + (" --smoke" if options.smoke else ""),
         "seed": options.seed,
         "threads": options.threads,
