@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from plugin_serving import MiniEngine, Served
 from pretend import DEVICE, Pretended, pretending
-from serving import MiniEngine, Served
+from torch import Tensor
 
 from witcert_core.serving.steps import StepCells
 from witcert_core.serving.storage.engine import EngineCache
@@ -73,9 +75,9 @@ def test_on_one_device(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(a, b)
     summaries = [e.runtime.finish("request-1", "stop") for e in (engine, reference)]
     # What the engine of these tests stores is exact, so nothing of its cells is measured.
-    cells = [[summary[f"cells_{kind}"] for kind in ("measured", "exact", "unknown")] for summary in summaries]
-    assert cells[0] == cells[1]
-    assert cells[0][policy == "engine"] > 0
+    counts = [[summary[f"cells_{kind}"] for kind in ("measured", "exact", "unknown")] for summary in summaries]
+    assert counts[0] == counts[1]
+    assert counts[0][policy == "engine"] > 0
     assert summaries[0]["sample"] == summaries[1]["sample"]
     assert (summaries[0]["sample"] is not None) == (policy in ("sampled", "sketched sample", "sketched groups"))
     assert summaries[0]["gate"] == summaries[1]["gate"]
@@ -89,11 +91,12 @@ def test_a_mixture_is_refused() -> None:
         assert there[torch.tensor([1])].tolist() == [[0.0] * 3]  # indices of the host are fine
         assert (there + torch.tensor(2.0)).tolist() == [[2.0] * 3] * 4  # so are numbers
         assert torch.tensor([5], device=DEVICE).tolist() == [5]
-        for mixture in (
+        mixtures: tuple[Callable[[], Tensor], ...] = (
             lambda: there.index_select(0, torch.tensor([1])),
             lambda: there + torch.zeros(3),
             lambda: there.masked_fill(torch.zeros(4, 3, dtype=torch.bool), 0.0),
             lambda: torch.zeros(4)[there[:, 0] > 0],
-        ):
+        )
+        for mixture in mixtures:
             with pytest.raises(RuntimeError, match="tensors of the host"):
                 mixture()

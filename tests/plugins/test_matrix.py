@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.requirements import Requirement
-from serving import rotary_table
+from plugin_serving import rotary_table
 from torch import Tensor
 
 from witcert_core import CalibratedQuantizer, CodedQuantizer, QuantContext, Quantizer, RotarySpec, check_quantizer
@@ -54,7 +54,7 @@ def run(quant: Quantizer, x: Tensor, kind: str = "k", spec: RotarySpec | None = 
         dither_key=DitherKey(1, 2),
     )
     table = changes.get("table") or rotary_table(spec=spec, positions=128 * quant.token_group + len(x))
-    known = {"kind": kind, "layer": 0, "table": table}
+    known: dict[str, Any] = {"kind": kind, "layer": 0, "table": table}
     if isinstance(quant, CalibratedQuantizer):
         first = x.repeat(-(-quant.calibration_tokens // len(x)), 1, 1)[: quant.calibration_tokens]
         state = apply.calibrate(quant, first, positions=torch.arange(len(first)), ctx=ctx, **known)
@@ -138,11 +138,15 @@ def test_no_more_levels_than_bits(name: str, params: dict[str, Any]) -> None:
         return  # outliers are levels of their own, reordered channels share no slice; the contract counts their codes
     x = tokens(quant, 2, dim=96)
     if name == "rotated":
-        from witcert_rotated import random_signs, rotate
+        from witcert_rotated import Rotated, random_signs, rotate
 
+        assert isinstance(quant, Rotated)
         turned = rotate(run(quant, x) * random_signs(96, quant.seed))
         found = [len(row.mul(1e4).div(row.abs().max()).round().unique()) for row in turned.flatten(0, 1)]
     elif name == "kivi":
+        from witcert_kivi import Kivi
+
+        assert isinstance(quant, Kivi)
         found = [len(row.unique()) for row in run(quant, x).unflatten(0, (-1, 32)).transpose(1, -1).flatten(0, 2)]
         values = run(quant, x, "v").flatten(0, 1).split(quant.group_size, -1)
         found += [len(row.unique()) for part in values for row in part]

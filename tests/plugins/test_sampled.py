@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import HKV, LAYERS, D, MiniEngine, Served, play, sampling_engine
+from plugin_serving import HKV, LAYERS, D, MiniEngine, Served, play, sampled_of, sampling_engine
 
 from witcert_core.report.prometheus import Metrics
 
@@ -62,7 +62,7 @@ def test_a_share_of_the_requests_is_compared_and_the_others_say_nothing() -> Non
     drawn = [sample is not None for sample in found]
     assert 2 <= sum(drawn) <= 14
     again = engine(meter={"audit_share": 0.3, "share_seed": 7})
-    assert drawn == [again.runtime.sampled.sample.draw() for _ in range(24)]
+    assert drawn == [sampled_of(again.runtime).sample.draw() for _ in range(24)]
     assert all(sample["cells"] == 4 * LAYERS for sample in found if sample)
 
 
@@ -88,9 +88,9 @@ def test_a_prefix_is_audited_with_the_copies_of_whoever_computed_it() -> None:
     for share, reason in ((1.0, {}), (0.0, {"its prefix was computed by a request without exact copies": 1})):
         made = engine(prefill_reads="stored")
         a = Served(made, 1)
-        made.runtime.sampled.sample.share = share
+        sampled_of(made.runtime).sample.share = share
         made.step({a: 20})
-        made.runtime.sampled.sample.share = 1.0
+        sampled_of(made.runtime).sample.share = 1.0
         b = Served(made, 2, prefix_of=a, shared=16)
         step = made.step({b: 1})
         step.count(made.runtime.ledger, {0})

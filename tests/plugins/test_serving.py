@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import LAYERS, MiniEngine, Served
+from plugin_serving import LAYERS, MiniEngine, Served
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.serving.calls import AttentionCall
@@ -205,7 +205,8 @@ def test_positions_that_are_not_places_are_refused_before_rope(monkeypatch: pyte
     kept = AttentionCall.__init__
 
     def shifted(self: AttentionCall, *args: Any) -> None:
-        kept(self, *args[:5], args[5] + 1, *args[6:])
+        first, second, third, fourth, fifth, sixth, *more = args
+        kept(self, first, second, third, fourth, fifth, sixth + 1, *more)
 
     monkeypatch.setattr(AttentionCall, "__init__", shifted)
     with pytest.raises(UnsupportedError, match="not the tokens' places"):

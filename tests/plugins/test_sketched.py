@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import LAYERS, MiniEngine, Served, attention, play, sampling_engine
+from plugin_serving import LAYERS, MiniEngine, Served, attention, play, sampling_engine, sketched_of
 
 from witcert_core.report.prometheus import Metrics
 from witcert_core.report.text import render_sentence
@@ -88,7 +88,7 @@ def test_sketches_take_the_bytes_of_the_policy_and_the_oldest_go_first() -> None
     missed, step = generate(made, a)
     assert missed == {EVICTED: 1}
     assert step.sketched == {}
-    assert made.runtime.status()["bytes_sketches"] == 50 * size == made.runtime.sketched.nbytes
+    assert made.runtime.status()["bytes_sketches"] == 50 * size == sketched_of(made.runtime).nbytes
     c = Served(made, 3)
     made.step({c: 60})
     assert generate(made, c)[0] == {NO_ROOM: 1}
@@ -99,13 +99,13 @@ def test_a_slot_that_is_written_again_has_no_sketch_of_what_it_held() -> None:
     a = Served(made, 1)
     made.step({a: 30})
     assert generate(made, a)[0] == {}
-    made.runtime.sketched.sample.share = 0.0
+    sketched_of(made.runtime).sample.share = 0.0
     other = Served(made, 2)
     other.slots[:5] = a.slots[10:15]
     made.step({other: 5})  # not of the sample, in slots that a had
     assert made.step({a: 1}).not_sketched == {(0, EVICTED): 1}
     for change in ("moved", "overwritten"):
-        made.runtime.sketched.sample.share = 1.0
+        sketched_of(made.runtime).sample.share = 1.0
         b = Served(made, 3 if change == "moved" else 4)
         made.step({b: 30})
         assert generate(made, b)[0] == {}
@@ -129,9 +129,9 @@ def test_a_prefix_is_bounded_with_the_sketches_of_whoever_computed_it() -> None:
     for share, reason in ((1.0, {}), (0.0, {PREFIX: 1})):
         made = engine(prefill_reads="stored")
         a = Served(made, 1)
-        made.runtime.sketched.sample.share = share
+        sketched_of(made.runtime).sample.share = share
         made.step({a: 20})
-        made.runtime.sketched.sample.share = 1.0
+        sketched_of(made.runtime).sample.share = 1.0
         b = Served(made, 2, prefix_of=a, shared=16)
         missed, step = generate(made, b)
         assert missed == reason
@@ -154,9 +154,9 @@ def test_a_pass_that_failed_leaves_unknown_what_it_did_not_sketch() -> None:
     made = engine()
     a = Served(made, 1)
     made.step({a: 20})
-    runtime, rows = made.runtime, made.runtime.sketched.index.rows
+    runtime, rows = made.runtime, sketched_of(made.runtime).index.rows
 
-    runtime.sketched.index._used.fill_(-1)  # the next request takes the same rows
+    sketched_of(runtime).index._used.fill_(-1)  # the next request takes the same rows
     old = rows(a.slots[:20])
     b = Served(made, 2)
     runtime.begin([RequestPass(b.name, b.slots[:20], 20)], b.slots[:20])
@@ -164,7 +164,7 @@ def test_a_pass_that_failed_leaves_unknown_what_it_did_not_sketch() -> None:
     assert rows(b.slots[:20]).sort().values.tolist() == old.sort().values.tolist()
     q = torch.randn(4, 64).double()
     for layer in range(LAYERS):
-        assert runtime.sketched.store[layer].key_radius(q, rows(b.slots[:20]), 1.0, 0.0).isinf().all()
+        assert sketched_of(runtime).store[layer].key_radius(q, rows(b.slots[:20]), 1.0, 0.0).isinf().all()
 
 
 def test_a_share_of_the_requests_is_sketched_whoever_is_audited() -> None:
@@ -180,7 +180,7 @@ def test_a_share_of_the_requests_is_sketched_whoever_is_audited() -> None:
         found.append((sample["sketched"] is not None, sample["cells"] > 0))
     assert len(set(found)) == 4
     again = engine(meter={"sketch_share": 0.5, "share_seed": 7})
-    assert [sketched for sketched, _ in found] == [again.runtime.sketched.sample.draw() for _ in range(24)]
+    assert [sketched for sketched, _ in found] == [sketched_of(again.runtime).sample.draw() for _ in range(24)]
 
 
 def test_metrics_text_and_banner_show_the_bounds_and_what_is_missing() -> None:

@@ -23,6 +23,8 @@ from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.engine import EngineCache
+from witcert_core.serving.storage.packed import PackedStorage
 
 HQ, HKV, D, LAYERS, SLOTS = 4, 2, 64, 2, 200
 SCALE = D**-0.5
@@ -80,7 +82,7 @@ class Engine:
         self.runtime = SglangRuntime(policy, policy.resolved_quantizer, geometry, self.pool, None)
         self.runner.sliding_window_size = window if window >= 0 else None
         self.backend = stock(self.runner)
-        self.backend.__class__ = metered(type(self.backend))
+        self.backend.__class__ = metered(type(self.backend))  # type: ignore[arg-type]
         self.backend.witcert_runtime = self.runtime
         self.checks_outputs = True  # whether a pass fails where an audited output is not what is stored
         self.layers = [
@@ -156,10 +158,13 @@ class Engine:
         """What the pool holds for the first `count` tokens of a request."""
         slots = self.requests.req_to_token[self.rows[request], :count].long()
         if self.pool.dtype == torch.int8:
-            cache = self.runtime.cache
-            return (cache.repaired or cache.cache).read(layer, slots)
+            packed = self.runtime.cache
+            assert isinstance(packed, PackedStorage)
+            return (packed.repaired or packed.cache).read(layer, slots)
         if self.runtime.policy.meters_engine:
-            k, v = self.runtime.cache.pool.read(layer, slots)
+            engines = self.runtime.cache
+            assert isinstance(engines, EngineCache)
+            k, v = engines.pool.read(layer, slots)
             return k.float(), v.float()
         return self.pool.get_key_buffer(layer)[slots].float(), self.pool.get_value_buffer(layer)[slots].float()
 

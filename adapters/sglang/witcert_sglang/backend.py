@@ -70,7 +70,7 @@ def metered_factory(
     def create(runner: Any) -> Any:
         backend = stock(runner)
         runtime = make_runtime(runner, backend)
-        backend.__class__ = metered(type(backend))
+        backend.__class__ = metered(type(backend))  # type: ignore[arg-type]
         backend.witcert_runtime = runtime
         return backend
 

@@ -317,7 +317,7 @@ def has_member(owner: Any, name: str) -> bool:
 
 
 def sets_on_self(cls: type[Any], name: str) -> bool:
-    return re.search(rf"\bself\.{name}(\s*:[^=\n]+)?\s*=(?!=)", source(cls)) is not None
+    return re.search(rf"\bself\.{name}(\s*:[^=\n]+)?\s*=(?!=)", source(cls)) is not None  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -106,8 +106,9 @@ def live_hooks(hooks: list[Hook]) -> Iterator[Finding]:
     for hook in hooks:
         state = "NOT LIVE" if hook.target in dead else "live"
         where = "main process" if hook.process == "main" else "every process"
-        level = "refused" if hook.target in dead else "ok"
-        yield Finding(level, "hook", f"{state}: {hook.target} ({hook.kind}, {where})")
+        yield Finding(
+            "refused" if hook.target in dead else "ok", "hook", f"{state}: {hook.target} ({hook.kind}, {where})"
+        )
 
 
 def of_model(path: str, policy: Policy) -> Iterator[Finding]:

@@ -52,7 +52,7 @@ def verify_after_apply(hooks: list[Hook]) -> None:
     original = HookRegistry.apply_hooks
 
     def apply_and_verify() -> None:
-        HookRegistry.apply_hooks = original  # type: ignore[method-assign]
+        HookRegistry.apply_hooks = original
         original()
         lost = missing(hooks)
         if lost:
@@ -61,4 +61,4 @@ def verify_after_apply(hooks: list[Hook]) -> None:
                 "install the SGLang version that docs/limits.md names, or unset WITCERT_POLICY to serve without a meter"
             )
 
-    HookRegistry.apply_hooks = apply_and_verify  # type: ignore[method-assign]
+    HookRegistry.apply_hooks = apply_and_verify

@@ -209,7 +209,9 @@ def with_metadata(answer: Any, summaries: list[dict[str, Any]] | None) -> Any:
     """`answer`, a pydantic model without room for more, with `metadata.witcert`; itself if there are no summaries."""
     if summaries is None:
         return answer
-    return _widened(type(answer)).model_construct(**dict(answer), metadata={META_KEY: summaries})
+    return _widened(type(answer)).model_construct(  # type: ignore[arg-type]
+        **dict(answer), metadata={META_KEY: summaries}
+    )
 
 
 @functools.cache

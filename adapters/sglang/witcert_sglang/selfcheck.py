@@ -56,7 +56,7 @@ def check_attention(backend: Any, layers: Sequence[Any], requests: Any, pool: An
         return []
     takes_sinks = "sinks" in inspect.signature(stock.forward_decode).parameters
     said = []
-    kinds = {}
+    kinds: dict[Kind, Any] = {}
     for layer in layers:
         for sinks in {False, takes_sinks}:
             kinds.setdefault(Kind(layer.sliding_window_size, layer.logit_cap, layer.scaling, sinks), layer)

@@ -82,11 +82,12 @@ def check_contract(name: str, base: Any) -> None:
     described = f"attention backend {name} ({base.__module__}.{base.__qualname__})"
     if not (isinstance(base, type) and issubclass(base, AttentionBackend)):
         raise UnsupportedError(f"{described} is no AttentionBackend of vLLM's, so it cannot be metered")
-    impl, builder = base.get_impl_cls(), base.get_builder_cls()
+    backend: Any = base  # vLLM has no types here
+    impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
     if not issubclass(impl, AttentionImpl):
         raise UnsupportedError(f"{described} attends with {impl.__name__}, which is no AttentionImpl of vLLM's")
     wanted = [(impl.forward, FORWARD), (builder.build, BUILD)]
-    if not base.forward_includes_kv_cache_update:
+    if not backend.forward_includes_kv_cache_update:
         wanted.append((getattr(impl, "do_kv_cache_update", None), WRITE))
     for function, expected in wanted:
         has = () if function is None else tuple(inspect.signature(function).parameters)
@@ -107,7 +108,8 @@ def metered(base: type[Any], own_pages: bool = False) -> type[Any]:
 
     own_pages: the cache is packed, so the stock implementation can neither read nor write it and is never called.
     """
-    impl, builder = base.get_impl_cls(), base.get_builder_cls()
+    backend: Any = base  # vLLM has no types here
+    impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
     of_impl = {"own_pages": own_pages, "separate_write": not base.forward_includes_kv_cache_update}
     classes = {
         "metered_impl": type(f"Metered{impl.__name__}", (MeteredImpl, impl), of_impl),
@@ -191,7 +193,10 @@ class MeteredImpl(AttentionImpl):
         if attn_metadata is None or not process.in_pass():
             if self.own_pages:
                 return output.zero_()
-            return attend(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+            own: Tensor = attend(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+            return own
         runtime = process.runtime()
         update = super().do_kv_cache_update if self.separate_write else None
         slots = runtime.out_slots

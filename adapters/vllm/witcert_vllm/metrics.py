@@ -22,7 +22,7 @@ class CountedStats(KVConnectorStats):
     """`data`: {"events": calls of `Metrics`, "summaries": finished requests}; each step has its own."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for key, more in other.data.items():

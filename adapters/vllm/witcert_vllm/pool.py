@@ -159,7 +159,8 @@ class PerTokenHeadPool(EnginePool):
 
     def _decode(self, content: Tensor) -> Tensor:
         codes, scale = content.contiguous().split([content.shape[-1] - SCALE_BYTES, SCALE_BYTES], -1)
-        return codes.contiguous().view(self.dtype).float() * scale.contiguous().view(torch.float32)
+        values: Tensor = codes.contiguous().view(self.dtype).float() * scale.contiguous().view(torch.float32)
+        return values
 
 
 def engine_pool(layers: Mapping[str, Any], ids: Mapping[str, int], block_size: int) -> EnginePool:

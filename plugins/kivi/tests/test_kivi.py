@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from witcert_kivi import GROUP, Kivi
 from witcert_core import QuantContext, QuantizerError, RotarySpec
 
 
-def run(quant: Kivi, x: Tensor, kind: str) -> Tensor:
+def run(quant: Kivi, x: Tensor, kind: Literal["k", "v"]) -> Tensor:
     ctx = QuantContext(tuple(range(x.shape[1])), x.shape[2], RotarySpec(x.shape[2]), torch.bfloat16)
     return quant.fake_quantize(x, kind=kind, layer=0, positions=torch.arange(len(x)), ctx=ctx)
 
@@ -37,7 +39,7 @@ def test_an_outlier_channel_costs_the_others_nothing_in_keys() -> None:
 
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("kind", ["k", "v"])
-def test_as_optimum_quanto_does_it(bits: int, kind: str) -> None:
+def test_as_optimum_quanto_does_it(bits: int, kind: Literal["k", "v"]) -> None:
     """The same codes from the same min-max scales, keys per channel and values per token, but for fp16 scales here."""
     quanto = pytest.importorskip("optimum.quanto")
     x = torch.randn(GROUP * 4, 2, 64, generator=torch.Generator().manual_seed(bits))

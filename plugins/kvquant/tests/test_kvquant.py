@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
+from typing import Literal
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from witcert_kvquant.levels import fit_levels
 from witcert_core import QuantContext, QuantizerError, RotarySpec
 
 
-def run(quant: KVQuant, prefix: Tensor, x: Tensor, kind: str = "k", first: int = 100) -> Tensor:
+def run(quant: KVQuant, prefix: Tensor, x: Tensor, kind: Literal["k", "v"] = "k", first: int = 100) -> Tensor:
     ctx = QuantContext(tuple(range(x.shape[1])), x.shape[2], RotarySpec(x.shape[2]), torch.bfloat16)
     state = quant.calibrate(prefix, kind=kind, layer=0, positions=torch.arange(len(prefix)), ctx=ctx)
     ctx = replace(ctx, state=state.expand(len(x), -1, -1))
@@ -37,7 +38,7 @@ def test_channels_are_quantized_in_their_own_range() -> None:
 
 
 @pytest.mark.parametrize("kind", ["k", "v"])
-def test_outliers_come_back_in_16_bit_and_do_not_widen_the_range(kind: str) -> None:
+def test_outliers_come_back_in_16_bit_and_do_not_widen_the_range(kind: Literal["k", "v"]) -> None:
     prefix, x = keys(64, 0), keys(8, 1)
     spiked = x.clone()
     spiked[:, 0, 40] = 3000.0

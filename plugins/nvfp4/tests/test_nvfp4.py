@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from witcert_nvfp4 import NvFp4
 from witcert_core import QuantContext, QuantizerError, RotarySpec
 
 
-def run(quant: NvFp4, x: Tensor, kind: str = "k") -> Tensor:
+def run(quant: NvFp4, x: Tensor, kind: Literal["k", "v"] = "k") -> Tensor:
     ctx = QuantContext(tuple(range(x.shape[1])), x.shape[2], RotarySpec(x.shape[2]), torch.bfloat16)
     return quant.fake_quantize(x, kind=kind, layer=0, positions=torch.arange(len(x)), ctx=ctx)
 

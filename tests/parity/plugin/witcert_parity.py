@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from witcert_core import quantizer
-from witcert_core.quantizers import REGISTRY
+from witcert_core.quantizers import REGISTRY, QuantContext
+from witcert_core.quantizers.base import Kind
 
 ULPS = 64.0
 Call = tuple[str, int, tuple[int, ...]]
@@ -27,7 +28,15 @@ Call = tuple[str, int, tuple[int, ...]]
 
 @quantizer("parity", bytes=lambda head_dim: 2.0 * head_dim)
 def parity(
-    x: Tensor, *, kind: str, layer: int, positions: Tensor, ctx: object, base: str, folder: str, settle: bool = False
+    x: Tensor,
+    *,
+    kind: Kind,
+    layer: int,
+    positions: Tensor,
+    ctx: QuantContext,
+    base: str,
+    folder: str,
+    settle: bool = False,
 ) -> Tensor:
     """The quantizer `base`, recorded in `folder` or, with `settle`, settled by what is recorded there."""
     values = REGISTRY.get(base).fake_quantize(x, kind=kind, layer=layer, positions=positions, ctx=ctx)

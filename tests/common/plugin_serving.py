@@ -20,6 +20,8 @@ from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RequestPass
 from witcert_core.serving.runtime import Runtime
+from witcert_core.serving.sampled import SampledCopies
+from witcert_core.serving.sketched import SampledSketches
 from witcert_core.serving.steps import StepCells
 from witcert_core.serving.storage.simulated import SimulatedCache
 
@@ -83,14 +85,14 @@ class MiniEngine:
     ) -> None:
         tables = sections.pop("tables", lambda _layer: rotary_table(device=self.device))
         self.metered = sections.pop("metered", False)
-        self.device = sections.pop("device", "cpu")
+        self.device: str = sections.pop("device", "cpu")
         kind = sections.pop("kind", SimulatedCache)
         self.outputs: list[Tensor] = []
         self.asked: list[Tensor] = []
         meter = {"stride": 1, "audit_every": 1, "max_rows": 2} if self.metered else {}
         quantizer = {"name": name, "params": params or {}}
         policy = parse_policy({"version": 1, "quantizer": quantizer, "meter": meter, **sections})
-        self.dtype = dtype
+        self.dtype: torch.dtype = dtype
         self.pool = TensorPool(dtype, self.device)
         self.free = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(3))
         self.queries = torch.Generator().manual_seed(4)
@@ -110,7 +112,8 @@ class MiniEngine:
         )
 
         def make_cache(encoder: Encoder) -> SimulatedCache:
-            return kind(policy, geometry, self.pool, encoder)
+            made: SimulatedCache = kind(policy, geometry, self.pool, encoder)
+            return made
 
         self.runtime = Runtime("test", policy, policy.resolved_quantizer, geometry, make_cache, None, tables=tables)
         self.stored_reads = policy.prefill_reads == "stored"
@@ -199,3 +202,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     k, v = (x.double().repeat_interleave(HQ // HKV, 1) for x in (k, v))
     weights = (torch.einsum("hd,shd->hs", q.double(), k) * SCALE).softmax(-1)
     return torch.einsum("hs,shd->hd", weights, v), weights
+
+
+def sampled_of(runtime: Runtime) -> SampledCopies:
+    """The exact copies of a share of the requests, which this runtime was asked for."""
+    assert runtime.sampled is not None
+    return runtime.sampled
+
+
+def sketched_of(runtime: Runtime) -> SampledSketches:
+    """The sketches of a share of the requests, which this runtime was asked for."""
+    assert runtime.sketched is not None
+    return runtime.sketched
