@@ -4,9 +4,11 @@ This page is the public surface; everything it does not name may change between 
 
 Write a quantizer    quantizer (decorator), Quantizer, QuantContext, RotarySpec, CodedQuantizer, Part,
                      CalibratedQuantizer, DitheredQuantizer, Encoded, check_quantizer
-Plug in              hookimpl, CellEvent
+Write a gate         Gate, GateState, GateDecision, CellStatus, check_gate
+Observe              hookimpl, CellEvent, CellBatch
+Plug in              register
 Configure            Policy, load_policy
-Measure              meter, measure, AttentionSpec, CellBatch
+Measure              meter, measure, AttentionSpec
 Report               RequestLedger, render_sentence, render_table
 Errors               WitCertError (base), PolicyError, QuantizerError, PluginError, UnsupportedError
 """
@@ -17,8 +19,10 @@ from witcert_core.evaluate.metering import meter
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.cells import CellBatch
 from witcert_core.meter.measure import measure
+from witcert_core.policy.gate_conformance import check_gate
+from witcert_core.policy.gates import CellStatus, Gate, GateDecision, GateState
 from witcert_core.policy.model import Policy, load_policy
-from witcert_core.policy.plugins import CellEvent, hookimpl
+from witcert_core.policy.plugins import CellEvent, hookimpl, register
 from witcert_core.quantizers import (
     CalibratedQuantizer,
     CodedQuantizer,
@@ -39,9 +43,13 @@ __all__ = [
     "CalibratedQuantizer",
     "CellBatch",
     "CellEvent",
+    "CellStatus",
     "CodedQuantizer",
     "DitheredQuantizer",
     "Encoded",
+    "Gate",
+    "GateDecision",
+    "GateState",
     "Part",
     "PluginError",
     "Policy",
@@ -53,12 +61,14 @@ __all__ = [
     "RotarySpec",
     "UnsupportedError",
     "WitCertError",
+    "check_gate",
     "check_quantizer",
     "hookimpl",
     "load_policy",
     "measure",
     "meter",
     "quantizer",
+    "register",
     "render_sentence",
     "render_table",
 ]

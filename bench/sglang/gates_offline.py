@@ -21,7 +21,7 @@ from witcert_core.evaluate.offline.model import LoadedModel, load_model
 from witcert_core.evaluate.stats import mean_interval, paired_difference
 from witcert_core.policy.gates import Certified, GateDecision, GateState, Observe
 from witcert_core.policy.model import parse_policy
-from witcert_core.policy.plugins import gate_registry, hookimpl, plugin_manager
+from witcert_core.policy.plugins import register
 from witcert_core.serving.storage.gated_rows import LayerCall, RequestRows
 from witcert_core.serving.storage.repair import BlockRepairer, Outcome
 
@@ -29,6 +29,7 @@ TAU, BLOCK = 0.2, 16
 QUANTIZERS = ("fp8_e4m3_cast", "int4_token_group", "int2_token_group")
 
 
+@register
 @dataclass(frozen=True)
 class RandomOrder(Certified):
     """`certified` that restores blocks in an order that has nothing to do with them."""
@@ -44,20 +45,6 @@ class RandomOrder(Certified):
         order = torch.randperm(len(state.repaired), generator=generator)
         candidates = order[(~state.repaired & state.available)[order]]
         return replace(decision, block=int(candidates[0]))
-
-
-class BenchGates:
-    """A plugin with the gate above."""
-
-    @hookimpl
-    def witcert_register_gates(self, registry: Any) -> None:
-        registry.register(RandomOrder)
-
-
-def register_gates() -> None:
-    if RandomOrder.name not in gate_registry().names():
-        plugin_manager().register(BenchGates())
-        plugin_manager().hook.witcert_register_gates(registry=gate_registry())
 
 
 class Oracle(BlockRepairer):
@@ -170,7 +157,6 @@ def run(engine: OfflineEngine, samples: list[Sample]) -> dict[str, list[float]]:
 
 def measure(twin: Path, samples: list[Sample]) -> list[dict[str, Any]]:
     """A row a quantizer and gate."""
-    register_gates()
     loaded = load_model(str(twin), "float32")
     room = max(len(sample.prompt_ids) for sample in samples) + 16
     exact = run(engine_for(loaded, "none", {"kind": "observe"}, room), samples)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from witcert_core.cli import main
+from witcert_core.policy import entry_points
 from witcert_core.policy.model import Policy
 from witcert_core.serving import doctor
 from witcert_core.serving.doctor import Finding
@@ -29,7 +30,7 @@ def examine_badly(model: str | None, policy: Policy) -> list[Finding]:
 def adapters(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("WITCERT_POLICY", raising=False)
     found = {
-        name: EntryPoint(name, f"{__name__}:{function}", doctor.ENTRY_POINT_GROUP)
+        name: EntryPoint(name, f"{__name__}:{function}", entry_points.ENGINES)
         for name, function in (("sglang", "examine_well"), ("other", "examine_badly"), ("torn", "no_such"))
     }
     monkeypatch.setattr(doctor, "installed_engines", lambda: found)

@@ -12,28 +12,46 @@ from typing import Any, ClassVar
 import pluggy
 import pytest
 
-from witcert_core import PluginError
+from witcert_core import PluginError, register
 from witcert_core.policy.gate_registry import GateRegistry
 from witcert_core.policy.plugins import cell_observers, load_plugins, plugin_manager, report_observers
 from witcert_core.quantizers import QuantizerRegistry
 
-Install = Callable[[str, str], EntryPoint]
+Install = Callable[..., EntryPoint]
 
 QUANTIZER = """
 from dataclasses import dataclass
-from typing import Any, ClassVar
-from witcert_core import Quantizer, hookimpl
+from typing import ClassVar
+from witcert_core import Quantizer, register
 
+@register
 @dataclass(frozen=True)
 class Mine(Quantizer):
     name: ClassVar[str] = "mine"
     def fake_quantize(self, x, *, kind, layer, positions, ctx):
         return x.clone()
-
-@hookimpl
-def witcert_register_quantizers(registry):
-    registry.register(Mine)
 """
+GATE = """
+from dataclasses import dataclass
+from typing import ClassVar
+from witcert_core import register
+@dataclass(frozen=True)
+class Mine:
+    tau: float = 0.5
+    mine: int = 3
+    name: ClassVar[str] = "mine"
+    repairs: ClassVar[bool] = True
+    def decide(self, state): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch: pytest.MonkeyPatch) -> tuple[QuantizerRegistry, GateRegistry]:
+    """Empty ones in place of the process's."""
+    fresh = QuantizerRegistry(), GateRegistry()
+    monkeypatch.setattr("witcert_core.policy.plugins.REGISTRY", fresh[0])
+    monkeypatch.setattr("witcert_core.policy.plugins.GATES", fresh[1])
+    return fresh
 
 
 @pytest.fixture
@@ -42,12 +60,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.syspath_prepend(tmp_path)
     modules: list[str] = []
 
-    def write(module: str, source: str) -> EntryPoint:
+    def write(module: str, source: str, names: str = "") -> EntryPoint:
         (tmp_path / f"{module}.py").write_text(source)
         info = tmp_path / f"{module}-2.5.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: dist-{module}\nVersion: 2.5\n")
-        (info / "entry_points.txt").write_text(f"[witcert.plugins]\nplug = {module}\n")
+        (info / "entry_points.txt").write_text(f"[witcert.plugins]\nplug = {module}{names}\n")
         modules.append(module)
         (entry,) = PathDistribution(info).entry_points
         return entry
@@ -57,37 +75,32 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         sys.modules.pop(module, None)
 
 
-def load(*entries: EntryPoint) -> tuple[pluggy.PluginManager, QuantizerRegistry, GateRegistry]:
-    quantizers, gates = QuantizerRegistry(), GateRegistry()
-    return load_plugins(entries, quantizers, gates), quantizers, gates
+def load(*entries: EntryPoint) -> pluggy.PluginManager:
+    return load_plugins(entries)
 
 
-def test_hook_registers_a_quantizer_and_its_distribution(install: Install) -> None:
-    _, quantizers, _ = load(install("plug_quant", QUANTIZER))
-    assert quantizers.names() == ("mine",)
-    assert quantizers.source("mine") == "dist-plug_quant 2.5"
+@pytest.mark.parametrize("names", ["", ":Mine"])
+def test_an_entry_point_names_a_quantizer_or_its_module(
+    install: Install, registries: tuple[QuantizerRegistry, GateRegistry], names: str
+) -> None:
+    load(install("plug_quant", QUANTIZER, names))
+    assert registries[0].names() == ("mine",)
+    assert registries[0].source("mine") == "dist-plug_quant 2.5"
 
 
-def test_hook_registers_a_gate(install: Install) -> None:
-    source = """
-from dataclasses import dataclass
-from typing import Any, ClassVar
-from witcert_core import hookimpl
-@dataclass(frozen=True)
-class Mine:
-    tau: float = 0.5
-    mine: int = 3
-    name: ClassVar[str] = "mine"
-    repairs: ClassVar[bool] = True
-    def decide(self, state): ...
-@hookimpl
-def witcert_register_gates(registry):
-    registry.register(Mine)
-"""
-    _, _, gates = load(install("plug_gate", source))
-    assert gates.names() == ("observe", "certified", "risk_ranked", "combined", "mine")
-    gate = gates.build("mine", {"tau": 0.25, "block_size": 16})
+@pytest.mark.parametrize("names", ["", ":Mine"])
+def test_an_entry_point_names_a_gate_or_its_module(
+    install: Install, registries: tuple[QuantizerRegistry, GateRegistry], names: str
+) -> None:
+    load(install("plug_gate", GATE.replace("@data", "@register\n@data") if not names else GATE, names))
+    assert registries[1].names() == ("observe", "certified", "risk_ranked", "combined", "mine")
+    gate = registries[1].build("mine", {"tau": 0.25, "block_size": 16})
     assert (gate.tau, gate.mine, gate.repairs) == (0.25, 3, True)  # type: ignore[attr-defined]
+
+
+def test_what_is_no_quantizer_and_no_gate_is_not_registered() -> None:
+    with pytest.raises(PluginError, match=r"no subclass of witcert_core.Quantizer and no gate with a method decide"):
+        register(int)
 
 
 @dataclass(frozen=True)
@@ -132,21 +145,19 @@ def test_bad_gates_are_refused(record: type, message: str) -> None:
             "Argument.*summery",
         ),
         (
-            "from witcert_core import hookimpl\n@hookimpl\ndef witcert_register_quantizers(registry):\n"
-            "    registry.register(int)",
-            "QuantizerError: cannot register <class 'int'>",
+            "from witcert_core import Quantizer, register\n@register\nclass Mine(Quantizer): pass",
+            "QuantizerError: cannot register plug_bad.Mine",
         ),
-        (
-            "from witcert_core import hookimpl\n@hookimpl\ndef witcert_register_gates(registry):\n    1 / 0",
-            "ZeroDivisionError",
-        ),
+        ("from witcert_core import hookimpl\n@hookimpl\ndef witcert_register_gates(registry): pass", "unknown hook"),
         ("x = 1", "brings nothing"),
         ("raise SystemExit(3)", "SystemExit: 3"),
     ],
 )
 def test_a_plugin_that_fails_is_named_with_its_cause(install: Install, source: str, cause: str) -> None:
     entry = install("plug_bad", source)
-    with pytest.raises(PluginError, match=rf"plugin 'plug' of dist-plug_bad 2.5 \(plug_bad\).*{cause}") as raised:
+    with pytest.raises(
+        PluginError, match=rf"witcert.plugins entry point 'plug' of dist-plug_bad 2.5 \(plug_bad\).*{cause}"
+    ) as raised:
         load(entry)
     assert "\n" not in str(raised.value)
 
@@ -168,7 +179,7 @@ def witcert_on_cell(event):
 def witcert_report():
     seen.append("report")
 """
-    manager, _, _ = load(install("plug_seen", source))
+    manager = load(install("plug_seen", source))
     for observer in cell_observers(manager):
         observer("event")  # type: ignore[arg-type]
     for reporter in report_observers(manager):
@@ -179,7 +190,7 @@ def witcert_report():
 @pytest.mark.parametrize("hook", ["witcert_on_cell(event)", "witcert_report(summary)", "witcert_report()"])
 def test_an_observer_that_fails_is_named(install: Install, hook: str) -> None:
     source = f"from witcert_core import hookimpl\n@hookimpl\ndef {hook}:\n    raise RuntimeError('no\\ndisk')"
-    manager, _, _ = load(install("plug_fails", source))
+    manager = load(install("plug_fails", source))
     observers: list[Any] = [*cell_observers(manager), *report_observers(manager)]
     (observer,) = observers
     with pytest.raises(PluginError, match=r"plugin 'dist-plug_fails 2.5:plug': witcert_\w+ failed: .*no disk; fix"):
@@ -214,7 +225,7 @@ def test_a_gate_that_asks_for_what_no_policy_has_is_named() -> None:
 
 def test_observer_wrappers_are_refused(install: Install) -> None:
     source = "from witcert_core import hookimpl\n@hookimpl(wrapper=True)\ndef witcert_on_cell(event):\n    yield"
-    manager, _, _ = load(install("plug_wrap", source))
+    manager = load(install("plug_wrap", source))
     with pytest.raises(PluginError, match="witcert_on_cell cannot be a wrapper"):
         cell_observers(manager)
 

@@ -95,3 +95,16 @@ def test_engines_are_imported_by_their_adapters_alone() -> None:
         assert tops & ENGINES <= allowed, package
         if package == "witcert_core":
             assert not tops & {"witcert_sglang", "witcert_vllm", "witcert_demo"}
+
+
+PLUGINS = [path for folder in ("plugins", "examples") for path in sorted((ROOT / folder).glob("*/**/witcert_*.py"))]
+PLUGINS += sorted((ROOT / "plugins").glob("*/witcert_*/*.py"))
+
+
+@pytest.mark.parametrize("path", PLUGINS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_plugin_imports_the_public_surface_and_its_own(path: Path) -> None:
+    own = path.stem if path.stem.startswith("witcert_") else path.parent.name
+    known = modules("witcert_core") | {"witcert_core": ROOT}
+    ours = {other for other in imported(path, known) if other.startswith("witcert_")}
+    assert {other.split(".")[0] for other in ours} <= {"witcert_core", own}
+    assert {other for other in ours if other.startswith("witcert_core")} <= {"witcert_core"}

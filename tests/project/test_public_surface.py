@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +40,12 @@ def test_errors_are_one_family() -> None:
     errors = [getattr(witcert_core, name) for name in witcert_core.__all__ if name.endswith("Error")]
     assert len(errors) == 5
     assert all(issubclass(error, witcert_core.WitCertError) for error in errors)
+
+
+def test_the_code_of_the_page_on_plugins_runs() -> None:
+    """In a process of its own: what it registers stays there."""
+    page = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.S | re.M)
+    assert len(blocks) >= 6
+    done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr

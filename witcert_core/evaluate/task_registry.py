@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
 from witcert_core.errors import InputError, PluginError, did_you_mean, listed
 from witcert_core.evaluate.tasks import TaskSource, TextTokenizer
-
-GROUP = "witcert.tasks"
+from witcert_core.policy import entry_points
 
 
 def task_sources(found: Sequence[EntryPoint] | None = None) -> dict[str, TaskSource]:
@@ -20,12 +19,8 @@ def task_sources(found: Sequence[EntryPoint] | None = None) -> dict[str, TaskSou
     from witcert_core.evaluate.ruler import NATURAL
 
     sources: dict[str, TaskSource] = {}
-    for entry in entry_points(group=GROUP) if found is None else found:
-        where = f"entry point {entry.name!r} ({entry.value}) of group {GROUP}"
-        try:
-            source = entry.load()
-        except (ImportError, AttributeError) as error:
-            raise PluginError(f"{where} failed to load: {error}; fix or uninstall its distribution") from error
+    for entry in entry_points.found(entry_points.TASKS) if found is None else found:
+        source, where = entry_points.load(entry), entry_points.described(entry)
         if not isinstance(source, TaskSource):
             raise PluginError(f"{where} is no task source: it needs name, tasks, accepts and samples")
         if sources.setdefault(source.name, source) is not source or source.name == NATURAL.name:

@@ -38,6 +38,10 @@ class GateRegistry:
         self._classes[name] = cls
         return cls
 
+    def from_package(self, package: str) -> tuple[str, ...]:
+        """The names of the gates whose classes live in a top-level package."""
+        return tuple(n for n, cls in self._classes.items() if cls.__module__.partition(".")[0] == package)
+
     def names(self) -> tuple[str, ...]:
         return tuple(self._classes)
 

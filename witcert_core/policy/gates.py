@@ -20,6 +20,7 @@ SATURATED = 0.9
 """At this bound a cell is told next to nothing, and certifying it would cost most of its blocks."""
 
 Target = Literal["tv", "output", "both"]
+Action = Literal["accept", "repair", "give_up"]
 
 
 class CellStatus(IntEnum):
@@ -78,14 +79,15 @@ class GateDecision:
         status: int64 ``[C]`` of :class:`CellStatus`; of use once the action is not ``repair``.
     """
 
-    action: Literal["accept", "repair", "give_up"]
+    action: Action
     status: Tensor
     block: int | None = None
     reason: str = ""
 
 
 class Gate(Protocol):
-    """A gating policy."""
+    """What decides which blocks are made exact: a frozen dataclass; fields named as keys of the policy's `gate` section
+    get their values."""
 
     name: ClassVar[str]
     repairs: ClassVar[bool]

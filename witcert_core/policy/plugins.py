@@ -1,8 +1,8 @@
-"""Plugins: what they can hook, and how they are found.
+"""Plugins: what they can bring, and how they are found.
 
-A distribution joins through the entry-point group `witcert.plugins`. Its entry point is a module (or
-an object) with @hookimpl functions, or simply the module whose @quantizer functions register on import.
-pluggy works at plan time only: the hot path gets plain tuples of callables.
+A distribution joins through the entry-point group `witcert.plugins`. Its entry point names what it brings: a quantizer
+or a gate class, or a module (or an object) in which `register`, `quantizer` or `hookimpl` mark what it has. pluggy
+works at plan time only: the hot path gets plain tuples of callables.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from importlib.metadata import EntryPoint
+from inspect import isclass
+from typing import Any, TypeVar, cast
 
 import pluggy
 
 from witcert_core.errors import PluginError, did_you_mean, listed
 from witcert_core.meter.cells import CellBatch
+from witcert_core.policy import entry_points
 from witcert_core.policy.gate_registry import GATES, GateRegistry
+from witcert_core.policy.gates import Gate
 from witcert_core.quantizers import REGISTRY, QuantizerRegistry
-from witcert_core.quantizers.base import Tier
+from witcert_core.quantizers.base import Quantizer, Tier
+
+Class = TypeVar("Class", bound=type)
 
 
 @dataclass(frozen=True)
@@ -42,22 +47,31 @@ class CellEvent:
 
 
 PROJECT = "witcert"
-ENTRY_POINT_GROUP = "witcert.plugins"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
+def register(cls: Class) -> Class:
+    """Make a quantizer or gate known under its `name`; a class decorator, above `@dataclass(frozen=True)`.
+
+    Raises:
+        QuantizerError: a quantizer that breaks the rules of its kind, or whose name is taken.
+        PluginError: a gate that does, or a class that is neither.
+    """
+    if isclass(cls) and issubclass(cls, Quantizer):
+        REGISTRY.register(cls)
+    elif isclass(cls) and callable(getattr(cls, "decide", None)):
+        GATES.register(cast("type[Gate]", cls))
+    else:
+        raise PluginError(
+            f"cannot register {cls!r}: it is no subclass of witcert_core.Quantizer and no gate with a method decide"
+        )
+    return cls
+
+
 class WitCertHooks:
     """The hook specifications."""
-
-    @hookspec
-    def witcert_register_quantizers(self, registry: QuantizerRegistry) -> None:
-        """Called once when plugins are loaded: registry.register(MyQuantizer)."""
-
-    @hookspec
-    def witcert_register_gates(self, registry: GateRegistry) -> None:
-        """Called once when plugins are loaded: registry.register(MyGate)."""
 
     @hookspec
     def witcert_on_cell(self, event: CellEvent) -> None:
@@ -74,7 +88,7 @@ _SPECS = tuple(name for name in vars(WitCertHooks) if name.startswith("witcert_"
 @cache
 def plugin_manager() -> pluggy.PluginManager:
     """The plugin manager of this process, every installed plugin loaded; PluginError if one cannot be."""
-    return load_plugins(entry_points(group=ENTRY_POINT_GROUP), REGISTRY, GATES)
+    return load_plugins(entry_points.found(entry_points.PLUGINS))
 
 
 def quantizer_registry() -> QuantizerRegistry:
@@ -89,9 +103,7 @@ def gate_registry() -> GateRegistry:
     return GATES
 
 
-def load_plugins(
-    found: Iterable[EntryPoint], quantizers: QuantizerRegistry, gates: GateRegistry
-) -> pluggy.PluginManager:
+def load_plugins(found: Iterable[EntryPoint]) -> pluggy.PluginManager:
     """A new manager with the plugins of these entry points, their quantizers and gates registered.
 
     A plugin that fails is an error that names its distribution and the cause: a server must not start
@@ -100,7 +112,7 @@ def load_plugins(
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(WitCertHooks)
     for entry in found:
-        _load_one(manager, entry, quantizers, gates)
+        _load_one(manager, entry)
     return manager
 
 
@@ -114,25 +126,23 @@ def report_observers(manager: pluggy.PluginManager) -> tuple[Callable[[dict[str,
     return _plain(manager.hook.witcert_report, "summary")
 
 
-def _load_one(
-    manager: pluggy.PluginManager, entry: EntryPoint, quantizers: QuantizerRegistry, gates: GateRegistry
-) -> None:
-    distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
-    where = f"plugin {entry.name!r} of {distribution} ({entry.value})"
+def _load_one(manager: pluggy.PluginManager, entry: EntryPoint) -> None:
     package = entry.module.partition(".")[0]
-    quantizers.note_distribution(package, distribution)
+    REGISTRY.note_distribution(package, entry_points.distribution(entry))
+    plugin = entry_points.load(entry)
     try:
-        plugin = entry.load()
-        name = manager.register(plugin, name=f"{distribution}:{entry.name}")
+        if isclass(plugin):
+            register(plugin)
+            return
+        manager.register(plugin, name=f"{entry_points.distribution(entry)}:{entry.name}")
         _refuse_unknown_hooks(manager, plugin)
-        others = [p for p in manager.get_plugins() if p is not plugin]
-        manager.subset_hook_caller("witcert_register_quantizers", others)(registry=quantizers)
-        manager.subset_hook_caller("witcert_register_gates", others)(registry=gates)
-    except (Exception, SystemExit) as error:
-        cause = " ".join(str(error).split())
-        raise PluginError(f"{where} failed to load: {type(error).__name__}: {cause}; fix or uninstall it") from error
-    if not manager.get_hookcallers(plugin) and not quantizers.from_package(package):
-        raise PluginError(f"{where} brings nothing ({name}): it has no @hookimpl function and no @quantizer function")
+    except Exception as error:
+        raise entry_points.unusable(entry, error) from error
+    if not (manager.get_hookcallers(plugin) or REGISTRY.from_package(package) or GATES.from_package(package)):
+        raise PluginError(
+            f"{entry_points.described(entry)} brings nothing: it is no class to register, and has nothing marked with "
+            "register, quantizer or hookimpl"
+        )
 
 
 def _refuse_unknown_hooks(manager: pluggy.PluginManager, plugin: object) -> None:

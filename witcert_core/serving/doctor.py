@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Literal
 
-from witcert_core.errors import PluginError
+from witcert_core.policy import entry_points
 from witcert_core.serving.hub import unreachable_hub
 from witcert_core.serving.startup import refuse_on_error
 
 if TYPE_CHECKING:
     from witcert_core.policy.model import Policy
 
-ENTRY_POINT_GROUP = "witcert.engines"
 ADAPTERS = {"sglang": "witcert-sglang", "vllm": "witcert-vllm"}
 """Engine -> the distribution that meters it, installed or not."""
 
@@ -63,7 +62,7 @@ Examine = Callable[["str | None", "Policy"], list[Finding]]
 
 def installed_engines() -> dict[str, EntryPoint]:
     """Engine -> entry point of the adapter installed for it."""
-    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    return {entry.name: entry for entry in entry_points.found(entry_points.ENGINES)}
 
 
 def examine(engine: str, model: str | None, policy: Policy) -> list[Finding]:
@@ -75,10 +74,7 @@ def examine(engine: str, model: str | None, policy: Policy) -> list[Finding]:
     if entry is None:
         todo = f"pip install ./adapters/{engine} in a checkout, into the environment of the engine"
         return [Finding("refused", "adapter", f"{ADAPTERS[engine]} is not installed, nothing was examined; {todo}")]
-    try:
-        function: Examine = entry.load()
-    except Exception as error:
-        raise PluginError(f"engine adapter {engine!r} ({entry.value}) cannot be imported: {error}") from error
+    function: Examine = entry_points.load(entry)
     if model is not None and (unreachable := unreachable_hub(model)):
         return [*function(None, policy), Finding("refused", "model", unreachable)]
     return function(model, policy)

@@ -15,12 +15,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from witcert_core import CalibratedQuantizer, CodedQuantizer, Part, QuantContext, QuantizerError, hookimpl
-from witcert_core.quantizers import QuantizerRegistry
+from witcert_core import CalibratedQuantizer, CodedQuantizer, Part, QuantContext, QuantizerError, register
 
 E4M3_MAX = 448.0
 
 
+@register
 @dataclass(frozen=True)
 class Fp8Calibrated(CodedQuantizer, CalibratedQuantizer):
     """One byte a channel: 256 bytes of K and V at head_dim 128 (of 512 in 16 bit); a scale per request, head and layer.
@@ -61,8 +61,3 @@ class Fp8Calibrated(CodedQuantizer, CalibratedQuantizer):
         if ctx.state is None:
             raise QuantizerError("quantizer 'fp8_calibrated': the context has no state; call calibrate first")
         return ctx.state
-
-
-@hookimpl
-def witcert_register_quantizers(registry: QuantizerRegistry) -> None:
-    registry.register(Fp8Calibrated)

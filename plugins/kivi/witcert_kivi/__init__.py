@@ -21,13 +21,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from witcert_core import CodedQuantizer, Part, QuantContext, QuantizerError, hookimpl
-from witcert_core.quantizers import QuantizerRegistry
+from witcert_core import CodedQuantizer, Part, QuantContext, QuantizerError, register
 
 GROUP = 32
 _FP16_MAX = torch.finfo(torch.float16).max
 
 
+@register
 @dataclass(frozen=True)
 class Kivi(CodedQuantizer):
     """96 bytes of K and V at 2 bit and head_dim 128, 160 at 4 bit (of 512 in 16 bit), without the recent tokens.
@@ -98,8 +98,3 @@ def affine_codes(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor
     step = torch.where(scale == 0, 1.0, scale.float())
     codes = ((x - zero.float()) / step).round().clamp(0, 2**bits - 1)
     return codes.nan_to_num(0).to(torch.uint8), scale, zero
-
-
-@hookimpl
-def witcert_register_quantizers(registry: QuantizerRegistry) -> None:
-    registry.register(Kivi)

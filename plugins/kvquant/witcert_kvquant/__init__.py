@@ -27,13 +27,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from witcert_core import CalibratedQuantizer, CodedQuantizer, Part, QuantContext, QuantizerError, hookimpl
-from witcert_core.quantizers import QuantizerRegistry
+from witcert_core import CalibratedQuantizer, CodedQuantizer, Part, QuantContext, QuantizerError, register
 from witcert_kvquant.levels import fit_levels
 
 _FP16_MAX = torch.finfo(torch.float16).max
 
 
+@register
 @dataclass(frozen=True)
 class KVQuant(CodedQuantizer, CalibratedQuantizer):
     """146, 114 and 82 bytes of K and V at 4, 3 and 2 bit and head_dim 128 (of 512 in 16 bit), 2 outliers in each.
@@ -148,8 +148,3 @@ def divisor(half: Tensor) -> Tensor:
 def index_bits(dim: int) -> int:
     """Bits of a channel's number: a byte, or two beyond 256 channels."""
     return 8 if dim <= 256 else 16
-
-
-@hookimpl
-def witcert_register_quantizers(registry: QuantizerRegistry) -> None:
-    registry.register(KVQuant)

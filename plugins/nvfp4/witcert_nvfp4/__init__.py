@@ -18,8 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from witcert_core import CodedQuantizer, Part, QuantContext, QuantizerError, hookimpl
-from witcert_core.quantizers import QuantizerRegistry
+from witcert_core import CodedQuantizer, Part, QuantContext, QuantizerError, register
 
 BLOCK = 16
 LARGEST = 6.0
@@ -38,6 +37,7 @@ def _edges() -> Tensor:
 _EDGES = _edges()
 
 
+@register
 @dataclass(frozen=True)
 class NvFp4(CodedQuantizer):
     """72 bytes for a key or value of head_dim 128 (of 256 in 16 bit).
@@ -77,8 +77,3 @@ class NvFp4(CodedQuantizer):
 
     def bytes_per_token_head(self, head_dim: int) -> float:
         return 2.0 * (-(-head_dim // 2) + -(-head_dim // BLOCK))
-
-
-@hookimpl
-def witcert_register_quantizers(registry: QuantizerRegistry) -> None:
-    registry.register(NvFp4)

@@ -23,13 +23,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from witcert_core import CodedQuantizer, Part, QuantContext, QuantizerError, hookimpl
-from witcert_core.quantizers import QuantizerRegistry
+from witcert_core import CodedQuantizer, Part, QuantContext, QuantizerError, register
 
 MAX_BITS = 4
 _GRID = 1 << 15
 
 
+@register
 @dataclass(frozen=True)
 class Rotated(CodedQuantizer):
     """66 bytes for a key or value of head_dim 128 at 4 bit, 34 at 2 bit (of 256 in 16 bit).
@@ -152,8 +152,3 @@ def codebook_edges(dim: int, bits: int) -> Tensor:
     """Midpoints between the levels, float32 [2^bits - 1]."""
     levels = codebook(dim, bits)
     return (levels[1:] + levels[:-1]) / 2
-
-
-@hookimpl
-def witcert_register_quantizers(registry: QuantizerRegistry) -> None:
-    registry.register(Rotated)

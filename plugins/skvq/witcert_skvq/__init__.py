@@ -24,8 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from witcert_core import CalibratedQuantizer, CodedQuantizer, Part, QuantContext, QuantizerError, hookimpl
-from witcert_core.quantizers import QuantizerRegistry
+from witcert_core import CalibratedQuantizer, CodedQuantizer, Part, QuantContext, QuantizerError, register
 
 E4M3_MAX = 448.0
 FARTHEST = 15.0
@@ -35,6 +34,7 @@ UNITS = 64.0
 ALPHAS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 
 
+@register
 @dataclass(frozen=True)
 class Skvq(CodedQuantizer, CalibratedQuantizer):
     """80 bytes of K and V at 2 bit and head_dim 128 (of 512 in 16 bit), without the exact tokens.
@@ -144,8 +144,3 @@ def sum_over_tokens(x: Tensor) -> Tensor:
             x = torch.cat([x, torch.zeros_like(x[:1])])
         x = x[::2] + x[1::2]
     return x[0]
-
-
-@hookimpl
-def witcert_register_quantizers(registry: QuantizerRegistry) -> None:
-    registry.register(Skvq)
