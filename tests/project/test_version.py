@@ -13,8 +13,8 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 VERSION = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
-STANDINS = {"adapters/vllm/cpu_shim", "examples/quantizer_plugin"}
-"""Have versions of their own: one stands in for vLLM, one for a distribution of somebody else's."""
+STANDINS = {"adapters/vllm/cpu_shim", *(f"examples/{kind}_plugin" for kind in ("quantizer", "gate", "observer"))}
+"""Have versions of their own: one stands in for vLLM, the others for distributions of somebody else's."""
 PROJECTS = [
     path
     for path in sorted([ROOT / "pyproject.toml", *ROOT.glob("[!.]*/**/pyproject.toml")])
