@@ -27,7 +27,7 @@ from witcert_core.cache.bands import band_map  # noqa: E402
 from witcert_core.kernels.append import append_int8  # noqa: E402
 from witcert_core.kernels.decode import Workspace, decode_int8  # noqa: E402
 from witcert_core.kernels.host.pages import PageTable  # noqa: E402
-from witcert_core.kernels.witness import write_with_witness  # noqa: E402
+from witcert_core.kernels.witness import record_witness  # noqa: E402
 from witcert_core.quantizers.dither import num_groups  # noqa: E402
 from witcert_core.quantizers.layout import KVLayout  # noqa: E402
 from witcert_core.quantizers.rotary import RotarySpec  # noqa: E402
@@ -193,18 +193,17 @@ def write_points(bandwidth: float) -> list[dict[str, Any]]:
         )
 
     bands = band_map(RotarySpec(DIM))
-    pool = [torch.empty(*shape, DIM, dtype=dtype, device=DEVICE) for _ in range(2)]
-    norms = torch.empty(*shape, bands.num_bands, dtype=torch.uint8, device=DEVICE)
-    value_norms = torch.empty(*shape, 1, dtype=torch.uint8, device=DEVICE)
+    norms = torch.empty(tokens, KV_HEADS, bands.num_bands, dtype=torch.uint8, device=DEVICE)
+    value_norms = torch.empty(tokens, KV_HEADS, dtype=torch.uint8, device=DEVICE)
 
     def witness(s: int) -> object:
-        write_with_witness(k, v, k, v, (pool[0], pool[1]), norms, value_norms, slots, bands)
+        record_witness(k, v, k, v, norms, value_norms, slots, bands)
         return None
 
     packed = tokens * KV_HEADS * (4 * DIM + KVLayout(DIM).bytes_per_token_head)
-    faked = tokens * KV_HEADS * (12 * DIM + bands.num_bands + 1)
+    recorded = tokens * KV_HEADS * (8 * DIM + bands.num_bands + 1)
     points = []
-    for name, call, nbytes in (("append", append, packed), ("witness write", witness, faked)):
+    for name, call, nbytes in (("append", append, packed), ("record", witness, recorded)):
         taken = seconds(call, 1)
         points.append({"kernel": name, "seconds": taken, "share_of_copy": nbytes / taken / bandwidth})
     return points

@@ -17,8 +17,7 @@ from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.extend import extend_int8
 from witcert_core.kernels.host.bypass import BypassedKeys
 from witcert_core.kernels.host.pages import PageTable, gather
-from witcert_core.kernels.repair import RepairedPages, repair_pages
-from witcert_core.kernels.witness import write_with_witness
+from witcert_core.kernels.witness import record_witness
 from witcert_core.meter.sums import AccField
 from witcert_core.quantizers.dither import DitherKey, num_groups
 from witcert_core.quantizers.rotary import RotarySpec
@@ -52,8 +51,6 @@ def to_cpu(value: Any) -> Any:
         return PageTable(value.indptr.cpu(), value.indices.cpu(), value.last_page_len.cpu())
     if isinstance(value, BypassedKeys):
         return BypassedKeys(value.channels.cpu(), value.keep.cpu(), value.k.cpu())
-    if isinstance(value, RepairedPages):
-        return RepairedPages(value.index.cpu(), value.k.cpu(), value.v.cpu())
     return tuple(to_cpu(x) for x in value) if isinstance(value, tuple) else value
 
 
@@ -63,7 +60,7 @@ def reference(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]
 
 
 def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: torch.device) -> list[dict[str, Any]]:
-    """Append, decode, repair, extend, witness and certificate in one dtype; one row of findings each."""
+    """Append, decode, extend, witness and certificate in one dtype; one row of findings each."""
     seed = int(torch.randint(2**31, (1,))) if device.type == "cuda" else 1
     g = torch.Generator(device=device).manual_seed(seed)
     kv_heads, group, batch = 2, 4, len(lengths)
@@ -138,11 +135,8 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     same = all(torch.equal(a[0], b[0]) for a, b in zip(got, alone, strict=True))
     findings.append({"check": "alone = in a batch", "ok": same, "detail": "bitwise" if same else "differs"})
 
-    side = every_third_page(table, slots, k, v, codes[0])
     for name, q_len, more in (
         ("decode, three rows", 3, {}),
-        ("decode, repaired", 1, {"repaired": side}),
-        ("decode, three repaired", 3, {"repaired": side, "witness": None}),
         ("decode, half steps", 1, {"bypass": None, "witness": None}),
     ):
         several = torch.randn(batch * q_len, kv_heads * group, dim, generator=g, device=device).to(dtype)
@@ -165,8 +159,17 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     norms = torch.full((*shape, bands.num_bands), 255, dtype=torch.uint8, device=device)
     value_norms = torch.full((*shape, 1), 255, dtype=torch.uint8, device=device)
     noisy = [x.float() + 0.05 * torch.randn(x.shape, generator=g, device=device) for x in (k, v)]
-    write_with_witness(k, v, noisy[0], noisy[1], (exact[0], exact[1]), norms, value_norms, slots, bands)
-    certified: dict[str, Any] = {"max_kv_len": limit, "value_witness": value_norms}
+    for pool16, x in zip(exact, noisy, strict=True):
+        pool16.flatten(0, 1)[slots] = x.to(dtype)
+    stored = [x.flatten(0, 1)[slots] for x in exact]
+    sides = norms.flatten(0, 1), value_norms.flatten(0, 1)[..., 0]
+    record_witness(k, v, stored[0], stored[1], *sides, slots, bands)
+    certified: dict[str, Any] = {
+        "max_kv_len": limit,
+        "value_witness": value_norms,
+        "row_request": torch.arange(batch, dtype=torch.int32, device=device),
+        "row_position": torch.tensor(lengths, dtype=torch.int32, device=device) - 1,
+    }
     mine = certify(q, (exact[0], exact[1]), norms, table, bands, **certified)
     theirs = reference(certify, (q, (exact[0], exact[1]), norms, table, bands), certified)
     findings.append(verdict("certify", error(mine.lse, theirs.lse), 1e-5, outward(mine.acc, theirs.acc)))
@@ -176,24 +179,6 @@ def check_dtype(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, device: 
     for finding in findings:
         finding |= {"dtype": str(dtype).removeprefix("torch."), "seed": seed}
     return findings
-
-
-def every_third_page(table: PageTable, slots: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> RepairedPages:
-    """Every third page exact for all heads, from keys and values ``[tokens, Hkv, D]`` at ``slots``; the rest poison."""
-    shape, device = codes.shape[:3], k.device
-    used = table.indices[::3].contiguous()
-    heads, count = shape[2], used.numel()
-    side = RepairedPages.allocate(shape[0], heads, count * heads + 1, shape[1], k.shape[2], v.shape[2], k.dtype, device)
-    pages = []
-    for x in (k, v):
-        whole = torch.full((shape[0] * shape[1], *x.shape[1:]), float("nan"), dtype=x.dtype, device=device)
-        whole[slots] = x
-        pages.append(whole.view(*shape, x.shape[2])[used.long()])
-    for head in range(heads):
-        entries = torch.arange(count, dtype=torch.int32, device=device) * heads + head
-        exact = [x[:, :, head].contiguous() for x in pages]
-        repair_pages(side, used, torch.full_like(entries, head), entries, *exact)
-    return side
 
 
 def oracle(

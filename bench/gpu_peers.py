@@ -1,5 +1,4 @@
-"""16-bit decode kernels to compare with: ours over contiguous keys, FlashInfer's and SGLang's where
-installed.
+"""16-bit decode kernels to compare with: PyTorch's over contiguous keys, FlashInfer's and SGLang's where installed.
 
 Each maker returns a function of a set number that attends one batch, or raises ImportError.
 """
@@ -13,54 +12,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from witcert_core.kernels.extend.launch import launch_tail_split
-from witcert_core.kernels.host import slack
-from witcert_core.kernels.host.launch import Attention, Pages, Rows, Tail, launch_merge
-
 PAGE = 16
 Attend = Callable[[int], object]
 
 
-def ours_16bit(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Attend:
-    """Split-K over contiguous keys: ``k``, ``v [sets * batch * length, Hkv, D]``."""
-    rows, heads, dim = q.shape
-    splits = -(-length // slack.SPLIT_TOKENS)
-    device = q.device
-    part_o = torch.empty(rows, heads, splits, dim, device=device)
-    part_m = torch.empty(rows, heads, splits, slack.META_FIELDS, device=device)
-    out, lse = torch.empty_like(q), torch.empty(rows, heads, device=device)
-    limit = torch.zeros(rows, dtype=torch.int32, device=device)
-    tail = torch.full((rows,), length, dtype=torch.int32, device=device)
-    index = torch.arange(rows, dtype=torch.int32, device=device)
-    empty = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-    counter = torch.zeros(1, dtype=torch.int64, device=device)
-    starts = [
-        torch.arange(rows, dtype=torch.int32, device=device) * length + s * batch * length
-        for s in range(k.shape[0] // (batch * length))
-    ]
-
-    call = Attention(0, 0, 1.0 / math.sqrt(dim), 1.0, 0.0, -1, 1)
-
-    def attend(s: int) -> object:
-        launch_tail_split(q, k, v, starts[s], limit, tail, part_o, part_m, call, splits=splits, meter=False)
-        launch_merge(
-            part_o,
-            part_m,
-            out,
-            lse,
-            lse,
-            counter,
-            Pages(empty, empty, limit),
-            call,
-            page_size=PAGE,
-            v_dim=dim,
-            meter=False,
-            rows=Rows(index, index, limit),
-            tail=Tail(index, tail),
-        )
-        return out
-
-    return attend
+def torch_16bit(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Attend:
+    """PyTorch's own attention over contiguous keys: ``k``, ``v [sets * batch * length, Hkv, D]``."""
+    keys, values = (x.view(-1, batch, length, *x.shape[1:]).transpose(2, 3) for x in (k, v))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return lambda s: attention(q[:, :, None], keys[s], values[s], enable_gqa=True)
 
 
 def flashinfer_16bit(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> Attend:
@@ -117,7 +77,7 @@ def sglang_16bit(q: Tensor, k: Tensor, v: Tensor, batch: int, length: int) -> At
 
 
 PEERS = {
-    "ours 16-bit": ours_16bit,
+    "PyTorch 16-bit": torch_16bit,
     "FlashInfer 16-bit": flashinfer_16bit,
     "SGLang Triton 16-bit": sglang_16bit,
 }

@@ -92,7 +92,7 @@ def blocks_of(lines: list[str]) -> list[Block]:
 def main_loop(blocks: list[Block]) -> list[str]:
     """Opcodes of one turn of the longest loop on its shortest way round.
 
-    The shortest way leaves out what a tile in the common case jumps over: the dither of rows that are not shared.
+    The shortest way leaves out what a tile in the common case jumps over: the dither of tokens of other passes.
     """
     size = [len(block.opcodes) for block in blocks]
     best: tuple[int, int, int] | None = None
@@ -184,7 +184,7 @@ def loop_table(loops: list[Loop]) -> list[str]:
         "## Instructions of the loop against the memory's time",
         "",
         "Warp instructions that the decode loop issues for 32 tokens of one KV head, counted in the machine code on",
-        "the way of tiles that share a dither row and have no repaired page; and the share they take, at the least,",
+        "the way of tiles whose tokens are of one pass; and the share they take, at the least,",
         "of the time that the card's memory needs for these tokens' codes and scales: four instructions a clock and",
         "SM, or one special one (conversions counted among them) every other clock, whichever is more. Above 100 %",
         "the loop is bound by instructions; real kernels stay below four a clock. `bench/static_loop.py` has the",

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+
+from witcert_core.kernels.host import dispatch
 
 DEVICE = torch.device("meta")
 _ATEN = torch.ops.aten
@@ -125,7 +129,20 @@ def _as_tensors(index: Any) -> Any:
     return torch.tensor(index) if isinstance(index, list) else index
 
 
+def _launched(launch: Any, kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+    """A kernel runs on what the device's tensors hold; one of the host has no address there."""
+    if not all(isinstance(x, Pretended) for x in tree_leaves(args) if isinstance(x, torch.Tensor)):
+        raise RuntimeError(f"{kernel}: tensors of the host are launched with")
+    launch(kernel, grid, *tree_map(lambda x: x._held if isinstance(x, Pretended) else x, args), **options)
+
+
 @contextmanager
 def pretending() -> Iterator[None]:
-    with torch.no_grad(), Operations(), Literals():  # type: ignore[no-untyped-call]
+    launch = dispatch.launch
+    with (
+        torch.no_grad(),
+        patch.object(dispatch, "launch", partial(_launched, launch)),
+        Operations(),  # type: ignore[no-untyped-call]
+        Literals(),
+    ):
         yield

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from witcert_core.kernels.append.reference import append_reference
+from witcert_core.kernels.append import append_int8
 from witcert_core.kernels.host.bypass import BypassedKeys
 from witcert_core.kernels.host.pages import PageTable
-from witcert_core.kernels.repair import RepairedPages, repair_pages
 from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
 from witcert_core.quantizers.dither import DitherKey, num_groups
 
@@ -44,8 +43,8 @@ class Int8Case:
     head_ids: Tensor
     bypass: BypassedKeys | None
 
-    def cache(self, layout: str) -> Any:
-        """The codes as NHD or HND pairs, or as one 5-D tensor."""
+    def cache(self, layout: str) -> tuple[Tensor, Tensor]:
+        """A copy of the codes in memory laid out as NHD, HND or one 5-D tensor."""
         return in_layout(self.k, self.v, layout)
 
     def rewrite(self) -> None:
@@ -53,20 +52,20 @@ class Int8Case:
         for request, length in enumerate(self.lengths):
             slots = self.table.slots(request, length, self.page_size)
             page, offset = slots // self.page_size, slots % self.page_size
-            append_reference(
+            append_int8(
                 self.exact_k[page, offset],
                 self.exact_v[page, offset],
-                self.k,
-                self.v,
+                (self.k, self.v),
                 self.k_scales,
                 self.v_scales,
-                self.witness,
                 self.pass_ids,
-                slots,
-                LAYER,
-                self.head_ids.tolist(),
-                KEY,
-                self.bypass,
+                layer=LAYER,
+                head_ids=self.head_ids,
+                dither_key=KEY,
+                slot_mapping=slots,
+                witness=self.witness,
+                bypass=self.bypass,
+                backend="reference",
             )
 
     def only(self, request: int) -> PageTable:
@@ -84,7 +83,7 @@ class Int8Case:
         from witcert_core.quantizers.dither import rows
 
         window, cap = options.get("window_left", -1), options.get("logits_soft_cap", 0.0)
-        sinks, slopes = options.get("sinks"), options.get("alibi_slopes")
+        sinks = options.get("sinks")
         out = torch.zeros(q.shape[:2], dtype=torch.float64)
         for r in range(q.shape[0]):
             request, step = divmod(r, q_len)
@@ -102,9 +101,6 @@ class Int8Case:
             weights = []
             for keys in (self.exact_k[page, offset].double(), stored):
                 z = attention_logits(q[r].double(), keys, sm_scale, cap)
-                if slopes is not None:
-                    distance = torch.arange(first, position + 1, dtype=torch.float64) - position
-                    z = z + slopes.double()[:, None] * distance
                 weights.append(softmax_with_sink(z, sinks))
             out[r] = total_variation(*weights)
         return out
@@ -121,7 +117,7 @@ def make_case(
     bypass_pairs: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Int8Case:
-    """Random keys with scales that all differ, pages in random order, dither rows shared or mixed.
+    """Random keys with scales that all differ, pages in random order, pass ids shared or mixed.
 
     With ``bypass_pairs``, so many channel pairs of each head are outliers and kept in ``dtype`` beside the codes.
     """
@@ -160,7 +156,7 @@ def make_case(
     for request, length in enumerate(lengths):
         rows = torch.full((length,), 7 + request, dtype=torch.int32)
         if mixed:
-            # The last third was generated token by token, with row ids beyond 2^31 among them.
+            # The last third was generated token by token, with pass ids beyond 2^31 among them.
             own = torch.arange(length, dtype=torch.int32) - 2**31 + 1000
             rows = torch.where(torch.arange(length) >= length - length // 3, own, rows)
         case.pass_ids[case.table.slots(request, length, page_size)] = rows
@@ -172,20 +168,3 @@ def queries(case: Int8Case, q_len: int, dtype: torch.dtype, seed: int = 1) -> Te
     g = torch.Generator().manual_seed(seed)
     rows = len(case.lengths) * q_len
     return torch.randn(rows, case.kv_heads * case.group, case.head_dim, generator=g).to(dtype)
-
-
-def repair_every_third(data: Int8Case, dtype: torch.dtype) -> RepairedPages:
-    """Every third page of each head exact, and what the packed form said of it spoilt: it must not matter."""
-    used = data.table.indices.tolist()[::3]
-    dims, heads = (data.head_dim, data.v.shape[3]), data.kv_heads
-    side = RepairedPages.allocate(
-        data.k.shape[0], heads, len(used) * heads + 1, data.page_size, *dims, dtype, data.k.device
-    )
-    for head in range(heads):
-        entries = torch.arange(len(used), dtype=torch.int32) * heads + head
-        exact = [x[used, :, head].to(dtype).contiguous() for x in (data.exact_k, data.exact_v)]
-        repair_pages(side, torch.tensor(used, dtype=torch.int32), torch.full_like(entries, head), entries, *exact)
-    data.k_scales[used], data.v_scales[used], data.witness[used] = float("nan"), float("nan"), 255
-    if data.bypass is not None:
-        data.bypass.k[used] = float("nan")
-    return side

@@ -26,24 +26,21 @@ def page_table(
     return table, total
 
 
-def in_layout(k: Tensor, v: Tensor, layout: str) -> Any:
-    """A copy of ``[P, page_size, Hkv, D]`` tensors as NHD or HND pairs, or as one 5-D tensor."""
+def in_layout(k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """A copy of ``[P, page_size, Hkv, D]`` tensors, as views of memory laid out as NHD, HND or one 5-D tensor."""
     if layout == "5D":
-        return torch.stack((k, v), dim=1)
+        k, v = torch.stack((k, v), dim=1).unbind(dim=1)
+        return k, v
     if layout == "HND":
-        return tuple(x.permute(0, 2, 1, 3).contiguous() for x in (k, v))
+        k, v = (x.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3) for x in (k, v))
+        return k, v
     return k.clone(), v.clone()
 
 
-def from_layout(cache: Any, layout: str) -> tuple[Tensor, Tensor]:
-    """Views ``[P, page_size, Hkv, D]`` of what :func:`in_layout` made."""
-    k, v = cache.unbind(dim=1) if layout == "5D" else cache
-    return (k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)) if layout == "HND" else (k, v)
-
-
-def layout_name(layout: str) -> str:
-    """``kv_layout`` of the operations."""
-    return "HND" if layout == "HND" else "NHD"
+def rows_of(length: int, q_len: int = 1) -> dict[str, Any]:
+    """The last ``q_len`` tokens of the first request, of ``length`` tokens, as rows of ``certify``."""
+    position = torch.arange(length - q_len, length, dtype=torch.int32)
+    return {"row_request": torch.zeros(q_len, dtype=torch.int32), "row_position": position}
 
 
 def some_channels(head_dim: int, heads: int, pairs: int, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""A CUDA graph for tests on the CPU: operations recorded once, executed again on the same tensors.
+"""A CUDA graph for tests on the CPU: operations and launches recorded once, executed again on the same tensors.
 
 As on a device, Python runs at capture only, everything keeps its address, and host values at capture are frozen. What a
 capture forbids is refused: reading a number from the device.
@@ -12,18 +12,50 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from witcert_core.kernels.host import dispatch
 
 WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::unique_dim")
 
 
+class Launch:
+    """A kernel's launch as an operation of that kernel's name."""
+
+    def __init__(self, run: Callable[..., None], kernel: Any) -> None:
+        self.run = run
+        self.kernel = kernel
+
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        self.run(self.kernel, *args, **options)
+
+
 class Recorder(TorchDispatchMode):
-    """Records every operation, our custom ones included, that runs while it is active."""
+    """Records every operation and every launch of a kernel that runs while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.launch = dispatch.launch
+
+    def __enter__(self) -> Recorder:
+        dispatch.launch = self._record
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        dispatch.launch = self.launch
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def _record(self, kernel: Any, *args: Any, **options: Any) -> None:
+        launch = Launch(self.launch, kernel)
+        with _disable_current_modes():  # what the interpreter does on the way is no operation of the graph
+            launch(*args, **options)
+        self.ops.append((launch, args, options, None))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from witcert_core.cache.outliers import taken, without
 from witcert_core.errors import InputError
-from witcert_core.kernels.append import append_int8, slots_of
-from witcert_core.kernels.append.launch import append_int8_op
+from witcert_core.kernels.append import append_int8
 from witcert_core.kernels.host.bypass import BypassedKeys
-from witcert_core.kernels.host.exact import exact_tensors
 from witcert_core.quantizers.dither import DitherKey, decode_group_witness, num_groups, rows
 
-from .paged import from_layout, in_layout, layout_name, page_table, some_channels
+from .paged import in_layout, page_table, some_channels
 from .pairwise import name, pairwise
 
 KEY = DitherKey(3, 4)
@@ -27,7 +25,6 @@ FACTORS: dict[str, list[Any]] = {
     "heads": [1, 3],
     "dtype": [torch.float32, torch.float16],
     "layout": ["NHD", "HND", "5D"],
-    "form": ["slots", "positions"],
     "witness": [False, True],
     "bypass": [0, 1, 4],
 }
@@ -37,7 +34,6 @@ SMALL: dict[str, Any] = {
     "heads": 1,
     "dtype": torch.float32,
     "layout": "NHD",
-    "form": "slots",
     "bypass": 0,
 }
 
@@ -69,28 +65,22 @@ class Pool:
         self.slots = self.table.slots(0, case["T"], self.page)
 
     def write(self, case: dict[str, Any], backend: str) -> None:
-        cache = in_layout(self.k, self.v, case["layout"])
-        where: dict[str, Any] = {"slot_mapping": self.slots}
-        if case["form"] == "positions":
-            index = torch.arange(case["T"], dtype=torch.int32)
-            where = {"batch_indices": index * 0, "positions": index, "table": self.table}
+        self.k, self.v = in_layout(self.k, self.v, case["layout"])
         append_int8(
             self.key,
             self.value,
-            cache,
+            (self.k, self.v),
             self.k_scales,
             self.v_scales,
             self.pass_ids,
             layer=2,
             head_ids=torch.arange(case["heads"], dtype=torch.int32) + 9,
             dither_key=KEY,
+            slot_mapping=self.slots,
             witness=self.witness,
-            kv_layout=layout_name(case["layout"]),
             bypass=self.bypass,
             backend=backend,
-            **where,
         )
-        self.k, self.v = from_layout(cache, case["layout"])
 
     def at(self, side: Tensor) -> Tensor:
         return side[self.slots // self.page, self.slots % self.page]
@@ -148,47 +138,8 @@ def test_spoilt_groups_read_back_as_infinite_and_padding_is_skipped() -> None:
     assert bool(pool.k.reshape(-1, 64)[skipped].eq(99).all())
 
 
-def test_forms_exclude_each_other_and_bad_shapes_are_named() -> None:
-    case = {**SMALL, "T": 5}
-    pool = Pool({**case, "witness": False})
-    head_ids = torch.zeros(1, dtype=torch.int32)
-    side = (pool.k_scales, pool.v_scales, pool.pass_ids)
-    with pytest.raises(InputError, match="either slot_mapping"):
-        append_int8(pool.key, pool.value, (pool.k, pool.v), *side, layer=0, head_ids=head_ids, dither_key=KEY)
+def test_bad_shapes_are_named() -> None:
+    pool = Pool({**SMALL, "T": 5, "witness": False})
+    pool.key = pool.key[..., :32]
     with pytest.raises(InputError, match=r"must be \[T, 1, 64\]"):
-        append_int8(
-            pool.key[..., :32],
-            pool.value,
-            (pool.k, pool.v),
-            *side,
-            layer=0,
-            head_ids=head_ids,
-            dither_key=KEY,
-            slot_mapping=pool.slots,
-        )
-    index = torch.arange(5, dtype=torch.int32)
-    assert torch.equal(slots_of(index * 0, index, pool.table, 16), pool.slots)
-
-
-def test_custom_op_obeys_torch_library() -> None:
-    case = {**SMALL, "T": 3}
-    pool = Pool({**case, "witness": True, "bypass": 2})
-    torch.library.opcheck(
-        append_int8_op,
-        (
-            pool.key,
-            pool.value,
-            pool.k,
-            pool.v,
-            pool.k_scales.nan_to_num(),
-            pool.v_scales.nan_to_num(),
-            pool.witness,
-            pool.pass_ids,
-            pool.slots,
-            torch.zeros(1, dtype=torch.int32),
-            *exact_tensors(None, pool.bypass)[3:],
-            0,
-            1,
-        ),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+        pool.write(SMALL, "auto")

@@ -18,8 +18,7 @@ from witcert_core.meter.tv import attention_logits
 from witcert_core.quantizers.dither import rows
 from witcert_core.quantizers.layout import KVLayout
 
-from .compare import assert_outward
-from .int8_case import KEY, LAYER, make_case, queries, repair_every_third
+from .int8_case import KEY, LAYER, make_case, queries
 
 
 @pytest.mark.parametrize("delta", [0.0, 1e-6])
@@ -43,7 +42,7 @@ def test_radii_of_a_query_without_the_bypassed_channels_hold(delta: float) -> No
     assert bool((radius_dither(q, scales, 0.1, 0.0, 200) > radius_dither(spared, scales, 0.1, 0.0, 200)).all())
 
 
-def test_outliers_kept_beside_the_codes_tighten_the_meter_and_repaired_pages_stay_exact() -> None:
+def test_outliers_kept_beside_the_codes_tighten_the_meter() -> None:
     found = {}
     for pairs in (0, 4):
         data = make_case((90,), 16, 128, 3, bypass_pairs=4)
@@ -59,13 +58,6 @@ def test_outliers_kept_beside_the_codes_tighten_the_meter_and_repaired_pages_sta
             layer=LAYER, head_ids=data.head_ids, key=KEY, max_kv_len=90, bypass=data.bypass
         )
         found[pairs] = meter(decode_int8(q, *pool, **arguments)[2])[0]
-        if pairs:
-            side = repair_every_third(data, torch.float32)
-            arguments |= {"repaired": side, "witness": data.witness}
-            got = decode_int8(q, *pool, **arguments)
-            want = decode_int8(q, *pool, backend="reference", **arguments)
-            torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
-            assert_outward(got[2], want[2], absolute=1e-5)
     assert bool((found[4] < 0.7 * found[0]).all())
 
 

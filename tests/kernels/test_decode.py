@@ -14,7 +14,6 @@ from witcert_core.meter.sums import AccField
 
 from .compare import assert_outward
 from .int8_case import KEY, LAYER, make_case, queries
-from .paged import layout_name
 from .pairwise import full, name, pairwise
 
 FACTORS: dict[str, list[Any]] = {
@@ -24,7 +23,7 @@ FACTORS: dict[str, list[Any]] = {
     "G": [1, 3, 4, 5, 7, 8, 16],
     "dtype": [torch.float32, torch.float16],
     "layout": ["NHD", "HND", "5D"],
-    "option": ["plain", "window", "softcap", "sinks", "alibi", "three"],
+    "option": ["plain", "window", "softcap", "sinks", "three"],
     "witness": [False, True],
     "rows": ["shared", "mixed"],
     "delta": [0.0, 1e-7],
@@ -39,7 +38,6 @@ def options_of(option: str, heads: int) -> dict[str, Any]:
         "window": {"window_left": 40},
         "softcap": {"logits_soft_cap": 15.0},
         "sinks": {"sinks": torch.randn(heads, generator=g)},
-        "alibi": {"alibi_slopes": torch.rand(heads, generator=g) * 0.1},
         "three": {"q_len": 3},
     }
     return options[option]
@@ -56,9 +54,7 @@ def check(case: dict[str, Any]) -> None:
         head_ids=data.head_ids,
         key=KEY,
         max_kv_len=max(data.lengths),
-        k_scale=0.5,
-        v_scale=1.75,
-        kv_layout=layout_name(case["layout"]),
+        sm_scale=0.5 / case["D"] ** 0.5,
         bypass=data.bypass,
         witness=data.witness if case["witness"] else None,
         delta_loc=torch.full((q.shape[0],), case["delta"]),
@@ -89,7 +85,7 @@ GRID = full({key: FACTORS[key] for key in ("S", "page", "D", "G", "dtype")})
 def test_matches_float64_everywhere(index: int) -> None:
     """Every shape; options, layouts and rows take turns, at steps that have no common factor."""
     turns = {key: FACTORS[key][index % len(FACTORS[key])] for key in ("layout", "witness", "delta", "bypass")}
-    turns |= {"option": FACTORS["option"][index // 2 % 6], "rows": FACTORS["rows"][index // 7 % 2]}
+    turns |= {"option": FACTORS["option"][index // 2 % 5], "rows": FACTORS["rows"][index // 7 % 2]}
     check({**GRID[index], **turns})
 
 
@@ -187,9 +183,9 @@ def test_refusals_name_what_is_wrong() -> None:
     small = Workspace.allocate(1, 2, 64, 100, q.device)
     with pytest.raises(InputError, match="workspace"):
         decode_int8(q, *pool, max_kv_len=600, workspace=small, **common)
-    with pytest.raises(InputError, match="kv_layout is 'NDH'"):
-        decode_int8(q, *pool, max_kv_len=20, kv_layout="NDH", **common)
+    with pytest.raises(InputError, match="agree but for the channels"):
+        decode_int8(q, (data.k, data.v.permute(0, 2, 1, 3)), *pool[1:], max_kv_len=20, **common)
     with pytest.raises(InputError, match=r"codes are torch\.int8"):
-        decode_int8(q, tuple(x.float() for x in data.cache("NHD")), *pool[1:], max_kv_len=20, **common)
+        decode_int8(q, (data.k.float(), data.v.float()), *pool[1:], max_kv_len=20, **common)
     with pytest.raises(UnsupportedError, match="bfloat16"):
         decode_int8(q.to(torch.bfloat16), *pool, max_kv_len=20, **common)

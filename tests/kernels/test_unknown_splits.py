@@ -13,12 +13,13 @@ from witcert_core.kernels.certify import certify
 from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.extend import extend_int8
 from witcert_core.kernels.host.slack import SPLIT_TOKENS
-from witcert_core.kernels.witness import write_with_witness
+from witcert_core.kernels.witness import record_witness
 from witcert_core.meter.bounds import meter
 from witcert_core.quantizers.rotary import RotarySpec
 
+from .compare import engine_meter
 from .int8_case import KEY, LAYER, make_case
-from .paged import page_table
+from .paged import page_table, rows_of
 
 D, G = 32, 2
 BANDS = band_map(RotarySpec(D))
@@ -41,13 +42,15 @@ def test_certify(length: int, window: int, sinks: str, spoilt: str) -> None:
     if spoilt != "query":  # the newest token, which is alone in its split or in its window
         fake[-1, 0, 0] = math.nan if spoilt == "nan" else math.inf
     slots = table.slots(0, length, 1)
-    write_with_witness(exact, exact, fake, exact, pool, witness, value_witness, slots, BANDS)
+    pool[0][slots, 0], pool[1][slots, 0] = fake, exact
+    sides = witness.flatten(0, 1), value_witness.flatten(0, 1)[..., 0]
+    record_witness(exact, exact, fake, exact, *sides, slots, BANDS)
     options: dict[str, Any] = {"window_left": window, "sinks": SINKS[sinks], "value_witness": value_witness}
-    found = certify(q, pool, witness, table, BANDS, max_kv_len=length, **options)
-    assert found.meter()[0][0, 1] == 1.0
+    found = certify(q, pool, witness, table, BANDS, max_kv_len=length, **rows_of(length), **options)
+    assert engine_meter(found)[0, 1] == 1.0
     assert bool(found.acc[0, 1].isinf().all()) or bool(found.acc[0, 1, 2].isinf())
     if spoilt == "query":
-        assert found.meter()[0][0, 0] < 0.1
+        assert engine_meter(found)[0, 0] < 0.1
 
 
 @pytest.mark.parametrize("sinks", SINKS)

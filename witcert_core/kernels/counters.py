@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import InputError
-from witcert_core.kernels.host import dispatch
+from witcert_core.kernels.host.checks import check_vector
 
 MEASURED = "measured"
 UNKNOWN = "unknown"
 
 
-def counter_of(counters: Tensor | None, layer: int, device: torch.device) -> Tensor:
-    """The one entry a launch adds to: of ``counters`` int64 ``[layers]``, or of a new tensor nobody reads."""
+def counter_of(counters: Tensor | None, layer: int) -> Tensor | None:
+    """The one entry of ``counters`` int64 ``[layers]`` that a launch adds to."""
     if counters is None:
-        return torch.zeros(1, dtype=torch.int64, device=device)
-    dispatch.check_vector("counters", counters, counters.numel(), torch.int64)
+        return None
+    check_vector("counters", counters, counters.numel(), torch.int64)
     if not 0 <= layer < counters.numel():
         raise InputError(f"layer is {layer}; counters has an entry for 0..{counters.numel() - 1}")
     return counters[layer : layer + 1]

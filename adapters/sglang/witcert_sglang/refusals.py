@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.errors import UnsupportedError
-from witcert_core.kernels.host.backend import interpreting
+from witcert_core.kernels.host.dispatch import interpreting
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.conformance import check_quantizer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from witcert_core.kernels.device.dither_terms import dither_tile
+from witcert_core.kernels.device.dither_terms import Dither, dither_tile
 
 _WITNESS_UNIT = tl.constexpr(32.0**0.5 / 510.0)
 
@@ -53,70 +53,55 @@ def quantize_group(x, u):
 
 @triton.jit
 def append_side(
-    x_ptr,
-    cache_ptr,
+    x,
+    pool,
     scale_ptr,
     witness_ptr,
-    row_id_ptr,
-    head_id_ptr,
     slot_ptr,
     tokens,
-    stride_x_tok,
-    stride_x_head,
-    stride_page,
-    stride_tok,
-    stride_head,
-    layer,
-    seed,
+    bypass,
+    pass_id_ptr,
+    dither,
     HKV: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     N: tl.constexpr,
-    DITHER: tl.constexpr,
-    WITNESS: tl.constexpr,
     BYPASS: tl.constexpr,
     BP: tl.constexpr,
-    keep_ptr,
-    channel_ptr,
-    bypass_ptr,
-    first,
-    head,
 ):
-    """One KV head of ``N`` tokens from ``first``, K or V. ``BYPASS`` channels, listed in ``channel_ptr`` and 0 in
-    ``keep_ptr``, are copied to ``bypass_ptr`` and left out of everything else."""
+    """One KV head of ``N`` tokens, K or V (which has no ``dither``). The channels of ``bypass``, ``BYPASS`` of a head,
+    are copied to it and left out of everything else."""
     NG: tl.constexpr = (D + 31) // 32
-    token = first + tl.arange(0, N)
+    head = tl.program_id(1)
+    token = tl.program_id(0) * N + tl.arange(0, N)
     live = token < tokens
     slot = tl.load(slot_ptr + token, mask=live, other=-1)
     live = live & (slot >= 0)
     slot = tl.where(live, slot, 0)
-    page = slot // PAGE
-    offset = slot % PAGE
-    token64 = token.to(tl.int64)
     line = slot * HKV + head
-    source = x_ptr + token64[:, None] * stride_x_tok + head * stride_x_head
-    target = cache_ptr + page[:, None] * stride_page + offset[:, None] * stride_tok + head.to(tl.int64) * stride_head
-    if BYPASS > 0:
-        copy_bypass(source, channel_ptr + head * BYPASS, bypass_ptr, line, live, BYPASS, BP)
+    source = x.ptr + token.to(tl.int64)[:, None] * x.row + head * x.head
+    place = slot // PAGE * pool.page + slot % PAGE * pool.token
+    target = pool.ptr + place[:, None] + head.to(tl.int64) * pool.head
+    if bypass is not None:
+        copy_bypass(source, bypass, head, line, live, BYPASS, BP)
     for g in tl.static_range(NG):
         channel = g * 32 + tl.arange(0, 32)
         keep = live[:, None] & (channel < D)[None, :]
         coded = keep
-        if BYPASS > 0:
-            kept = tl.load(keep_ptr + head * D + channel, mask=channel < D, other=0)
+        if bypass is not None:
+            kept = tl.load(bypass.keep + head * D + channel, mask=channel < D, other=0)
             coded = keep & (kept != 0)[None, :]
-        x = tl.load(source + channel[None, :], mask=coded, other=0.0).to(tl.float32)
+        value = tl.load(source + channel[None, :], mask=coded, other=0.0).to(tl.float32)
         u = tl.zeros((N, 32), tl.float32)
-        if DITHER:
-            pass_id = tl.load(row_id_ptr + slot, mask=live, other=0)
-            u = dither_tile(seed, pass_id, layer, tl.load(head_id_ptr + head), g, N)
+        if dither is not None:
+            u = dither_tile(dither, tl.load(pass_id_ptr + slot, mask=live, other=0), g, N)
             u = tl.where(coded, u, 0.0)
-        codes, s, safe, usable = quantize_group(x, u)
+        codes, s, safe, usable = quantize_group(value, u)
         tl.store(target + channel[None, :], codes.to(tl.int8), mask=keep)
         tl.store(scale_ptr + line * NG + g, s.to(tl.float16), mask=live)
-        if WITNESS:
+        if witness_ptr is not None:
             # In units of the step: s (code - u) - x = s (code - u - x / s), x / s rounded as above.
-            ratio = tl.div_rn(tl.where(usable[:, None], x, 0.0), safe[:, None] + tl.zeros_like(x))
+            ratio = tl.div_rn(tl.where(usable[:, None], value, 0.0), safe[:, None] + tl.zeros_like(value))
             gap = codes - u - ratio
             # 2^-17 for the rounding of x / s (127 * 2^-24) and of the two subtractions in each channel.
             gap = tl.where(coded & usable[:, None], tl.abs(gap) + 7.62939453125e-06, 0.0)
@@ -129,41 +114,22 @@ def append_side(
 
 
 @triton.jit
-def copy_bypass(source, channel_ptr, bypass_ptr, line, live, BYPASS: tl.constexpr, BP: tl.constexpr):
+def copy_bypass(source, bypass, head, line, live, BYPASS: tl.constexpr, BP: tl.constexpr):
     """The bypassed channels of ``N`` tokens at ``source [N, 1]``, bit for bit."""
     column = tl.arange(0, BP)
-    channel = tl.load(channel_ptr + column, mask=column < BYPASS, other=0)
+    channel = tl.load(bypass.channels + head * BYPASS + column, mask=column < BYPASS, other=0)
     keep = live[:, None] & (column < BYPASS)[None, :]
     spared = tl.load(source + channel[None, :], mask=keep, other=0.0)
-    tl.store(bypass_ptr + line[:, None] * BYPASS + column[None, :], spared, mask=keep)
+    tl.store(bypass.k + line[:, None] * BYPASS + column[None, :], spared, mask=keep)
 
 
 @triton.jit(do_not_specialize=["layer", "seed"])
 def append_kernel(
-    key_ptr,
-    value_ptr,
-    k_ptr,
-    v_ptr,
-    ks_ptr,
-    vs_ptr,
-    kw_ptr,
-    row_id_ptr,
-    head_id_ptr,
+    key,
+    value,
+    cache,
     slot_ptr,
-    keep_ptr,
-    channel_ptr,
-    bypass_ptr,
     tokens,
-    stride_key_tok,
-    stride_key_head,
-    stride_value_tok,
-    stride_value_head,
-    stride_k_page,
-    stride_k_tok,
-    stride_k_head,
-    stride_v_page,
-    stride_v_tok,
-    stride_v_head,
     layer,
     seed,
     HKV: tl.constexpr,
@@ -171,72 +137,33 @@ def append_kernel(
     DV: tl.constexpr,
     PAGE: tl.constexpr,
     N: tl.constexpr,
-    WITNESS: tl.constexpr,
     BYPASS: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """Grid ``(ceil(T / N), Hkv, 2)``: K and V are halves of one launch."""
-    first = tl.program_id(0) * N
-    head = tl.program_id(1)
+    """Grid ``(ceil(T / N), Hkv, 2)``: K and V are halves of one launch.
+
+    ``key``, ``value``: :class:`Heads`; ``cache``: :class:`PackedPages`, its scales and witness as they are stored.
+    """
     if tl.program_id(2) == 0:
+        dither = Dither(seed, layer, tl.load(cache.head_ids + tl.program_id(1)))
         append_side(
-            key_ptr,
-            k_ptr,
-            ks_ptr,
-            kw_ptr,
-            row_id_ptr,
-            head_id_ptr,
+            key,
+            cache.k,
+            cache.k_scales,
+            cache.witness,
             slot_ptr,
             tokens,
-            stride_key_tok,
-            stride_key_head,
-            stride_k_page,
-            stride_k_tok,
-            stride_k_head,
-            layer,
-            seed,
+            cache.bypass,
+            cache.pass_ids,
+            dither,
             HKV,
             D,
             PAGE,
             N,
-            True,
-            WITNESS,
             BYPASS,
             BP,
-            keep_ptr,
-            channel_ptr,
-            bypass_ptr,
-            first,
-            head,
         )
     else:
         append_side(
-            value_ptr,
-            v_ptr,
-            vs_ptr,
-            kw_ptr,
-            row_id_ptr,
-            head_id_ptr,
-            slot_ptr,
-            tokens,
-            stride_value_tok,
-            stride_value_head,
-            stride_v_page,
-            stride_v_tok,
-            stride_v_head,
-            layer,
-            seed,
-            HKV,
-            DV,
-            PAGE,
-            N,
-            False,
-            False,
-            0,
-            BP,
-            keep_ptr,
-            channel_ptr,
-            bypass_ptr,
-            first,
-            head,
+            value, cache.v, cache.v_scales, None, slot_ptr, tokens, None, None, None, HKV, DV, PAGE, N, BYPASS, BP
         )

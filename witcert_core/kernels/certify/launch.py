@@ -1,140 +1,72 @@
-"""Custom op of the certificate kernel: split pass and merge, nothing read back on the host."""
+"""The certificate kernel: split pass and merge, nothing read back on the host."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from witcert_core.kernels.host import slack
-from witcert_core.kernels.host.launch import TILE_ROWS, Attention, Pages, Rows, group_count, launch_merge, scale_words
+from witcert_core.kernels.device.arguments import Heads, Rows, Shape, Slots, power_of_two
+from witcert_core.kernels.host import dispatch, slack
+from witcert_core.kernels.host.arguments import cap_of, scale_words, window_of
+from witcert_core.kernels.host.launch import TILE_ROWS, launch_merge, pages_of
+from witcert_core.kernels.host.pages import PageTable
+from witcert_core.meter.attention import AttentionSpec
 
 NUM_WARPS = 8
 NUM_STAGES = 1
 TILE_TOKENS = 32
 
 
-@torch.library.custom_op("witcert::certify", mutates_args=("acc", "omega", "lse", "part_m", "counter"))
-def certify_op(
+def launch_certify(
     q: Tensor,
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     witness: Tensor,
     value_witness: Tensor | None,
     channel_band: Tensor,
+    num_bands: int,
     steps: Tensor | None,
     delta_loc: Tensor | None,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    kv_last_page_len: Tensor,
-    row_request: Tensor | None,
-    row_position: Tensor | None,
-    row_limit: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    flag: Tensor | None,
+    table: PageTable,
+    rows: Rows,
+    spec: AttentionSpec,
+    engine_constant: float,
+    splits: int,
     acc: Tensor,
     omega: Tensor,
     lse: Tensor,
-    part_m: Tensor,
-    counter: Tensor,
-    num_bands: int,
-    sm_scale: float,
-    v_scale: float,
-    logits_soft_cap: float,
-    engine_constant: float,
-    window_left: int,
-    q_len: int,
 ) -> None:
-    """K and V as ``[P, page_size, Hkv, D]`` views; workspace ``part_m [R, H, splits, 16]``."""
-    import triton
-
+    """Rows ``q [R, Hq, D]`` over pools ``[P, page_size, Hkv, D]`` into ``acc [R, Hq, 16]``, ``omega`` and ``lse``."""
     from witcert_core.kernels.certify.triton import certify_split
 
-    num_rows, heads, head_dim = q.shape
+    num_rows, heads = q.shape[:2]
     kv_heads, page_size = k.shape[2], k.shape[1]
-    values = k if v is None else v
-    v_dim, group, num_splits = values.shape[3], heads // kv_heads, part_m.shape[2]
-    if num_rows == 0:
-        return
-    m_tiles = -(-q_len * group // TILE_ROWS)
-    any_int = kv_indptr
-    rows = None
-    if row_request is not None and row_position is not None and row_limit is not None:
-        rows = Rows(row_request, row_position, row_limit)
-    run_if = 0 if flag is None else 1
-    certify_split[(num_rows // q_len * m_tiles, kv_heads, num_splits)](
-        q,
-        k,
-        values,
+    part_m = torch.empty(num_rows, heads, splits, slack.META_FIELDS, dtype=torch.float32, device=q.device)
+    dispatch.launch(
+        certify_split,
+        (num_rows * -(-(heads // kv_heads) // TILE_ROWS), kv_heads, splits),
+        Heads.of(q),
+        Slots.of(k),
+        Slots.of(v),
         witness,
-        witness if value_witness is None else value_witness,
+        value_witness,
         channel_band,
-        any_int if steps is None else scale_words(steps),
-        omega if delta_loc is None else delta_loc,
-        kv_indptr,
-        kv_indices,
-        kv_last_page_len,
-        any_int if rows is None else rows.request,
-        any_int if rows is None else rows.position,
-        any_int if rows is None else rows.limit,
-        omega if alibi_slopes is None else alibi_slopes,
-        any_int if flag is None else flag,
+        None if steps is None else scale_words(steps),
+        delta_loc,
+        pages_of(table),
+        rows,
         part_m,
-        q.stride(0),
-        q.stride(1),
-        *k.stride()[:3],
-        *values.stride()[:3],
-        sm_scale,
-        logits_soft_cap,
+        spec.sm_scale,
+        cap_of(spec),
         engine_constant,
-        window_left,
-        q_len,
-        num_splits,
+        window_of(spec),
+        splits,
         heads,
         kv_heads,
-        G=group,
-        D=head_dim,
-        DV=v_dim,
-        GV=group_count(v_dim),
-        PAGE=page_size,
+        SHAPE=Shape.of(q, v, page_size=page_size, pairs=TILE_ROWS, tokens=TILE_TOKENS, weights=None),
         B=num_bands,
-        BP=max(16, triton.next_power_of_2(num_bands)),
-        M=TILE_ROWS,
-        N=TILE_TOKENS,
-        SPLIT=slack.SPLIT_TOKENS,
-        VALUES=v is not None,
-        STEPS=steps is not None,
-        SOFT_CAP=logits_soft_cap > 0.0,
-        WINDOW=window_left >= 0,
-        ALIBI=alibi_slopes is not None,
-        ROWS=rows is not None,
-        MULTI=q_len > 1,
-        FLAG=run_if,
-        DOT_ERROR=slack.dot_error(head_dim),
+        BP=max(16, power_of_two(num_bands)),
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )
-    launch_merge(
-        part_m,
-        part_m,
-        lse,
-        lse,
-        acc,
-        counter,
-        Pages(kv_indptr, kv_indices, kv_last_page_len),
-        Attention(0, 0, sm_scale, v_scale, logits_soft_cap, window_left, q_len),
-        page_size=page_size,
-        v_dim=v_dim,
-        meter=True,
-        sinks=sinks,
-        rows=rows,
-        omega=omega,
-        flag=flag,
-        run_if=run_if,
-        store_out=False,
-    )
-
-
-@certify_op.register_fake
-def _certify_fake(*args: object, **kwargs: object) -> None:
-    """Everything is written in place."""
+    launch_merge(None, part_m, None, lse, acc, table, spec, page_size=page_size, rows=rows, omega=omega)

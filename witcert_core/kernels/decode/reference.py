@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from witcert_core.cache.radii import radius_dither, radius_group_witness
 from witcert_core.kernels.host import slack
+from witcert_core.kernels.host.arguments import DitherOf, PackedCache
 from witcert_core.kernels.host.bypass import BypassedKeys
 from witcert_core.kernels.host.pages import PageTable, gather
-from witcert_core.kernels.repair.pages import RepairedPages
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.sums import NUM_ACC_FIELDS, AccField, accumulate
-from witcert_core.meter.tv import attention_logits
-from witcert_core.quantizers.dither import DitherKey, rows
+from witcert_core.quantizers.dither import rows
 
 
 def dequantize(codes: Tensor, scales: Tensor, u: Tensor | float = 0.0) -> Tensor:
@@ -58,8 +57,8 @@ def value_radius(scales: Tensor, channels: int) -> Tensor:
 class PackedTokens:
     """S tokens of a packed cache in float64, and what their radii need.
 
-    k ``[S, Hkv, D]``, v ``[S, Hkv, Dv]`` as read, without ``k_scale`` and ``v_scale``; steps ``[S, Hkv, Gr]``, 0 where
-    repaired; ``witness`` as stored; ``never`` written and ``exact`` (repaired) ``[S, Hkv]``; ``spared [S, Hkv, 2 m]``.
+    k ``[S, Hkv, D]``, v ``[S, Hkv, Dv]`` as read; steps ``[S, Hkv, Gr]``; ``witness`` as stored; ``never`` written
+    ``[S, Hkv]``; bypassed keys ``spared [S, Hkv, 2 m]``.
     """
 
     k: Tensor
@@ -68,22 +67,13 @@ class PackedTokens:
     v_steps: Tensor
     witness: Tensor | None
     never: Tensor
-    exact: Tensor
     bypass: BypassedKeys | None
     spared: Tensor | None
 
-    def key_radius(
-        self,
-        q: Tensor,
-        sm_scale: float,
-        delta_loc: float,
-        num_visible: int,
-        logits_soft_cap: float,
-        bias: Tensor | float,
-        digits: bool,
-    ) -> Tensor:
-        """``c [H, S]`` of ``q [H, D]``: quantization radius plus the arithmetic of the kernel (``common/slack.py``),
+    def key_radius(self, q: Tensor, spec: AttentionSpec, delta_loc: float, num_visible: int, digits: bool) -> Tensor:
+        """``c [H, S]`` of ``q [H, D]``: quantization radius plus the arithmetic of the kernel (``host/slack.py``),
         which takes queries as ``digits`` (:func:`lost_share`) or in fp32."""
+        sm_scale = spec.sm_scale
         packed_q = q if self.bypass is None else self.bypass.spare(q)
         s = torch.where(self.k_steps >= 0, self.k_steps, float("inf"))
         s = torch.where(self.never[:, :, None], float("inf"), s.to(torch.float64))
@@ -93,152 +83,82 @@ class PackedTokens:
         half_steps = radius_dither(packed_q, s, sm_scale, 0.0, num_visible)
         lost = lost_share(packed_q) if digits else 0.0
         c = c + half_steps * (2.0 * slack.MAX_CODE * (slack.int8_dot_error(s.shape[-1]) + lost))
-        length = packed_q.norm(dim=-1) + (q - packed_q).norm(dim=-1)
-        whole = length[:, None] * self._per_query(q, self.k.norm(dim=-1)) * slack.dot_error(q.shape[-1])
-        c = c + torch.where(self._per_query(q, self.exact), whole * abs(sm_scale), 0.0)
         if self.spared is not None:
-            c = c + self._product(q - packed_q, self.spared) * (
-                abs(sm_scale) * slack.dot_error(self.spared.shape[2] + 1)
-            )
-        return c + softmax_error(logits_soft_cap, bias)
+            sizes = self.spared.norm(dim=-1).T.repeat_interleave(q.shape[0] // self.spared.shape[1], dim=0)
+            product = (q - packed_q).norm(dim=-1)[:, None] * sizes
+            c = c + product * (abs(sm_scale) * slack.dot_error(self.spared.shape[2] + 1))
+        return c + softmax_error(spec)
 
-    def value_radius(self, v_scale: float) -> Tensor:
+    def value_radius(self) -> Tensor:
         """rho ``[S, Hkv]``; infinite where never written."""
-        rho = value_radius(self.v_steps, self.v.shape[-1]) * abs(v_scale)
-        return torch.where(self.never, float("inf"), rho)
-
-    def _product(self, q: Tensor, x: Tensor) -> Tensor:
-        product: Tensor = q.norm(dim=-1)[:, None] * self._per_query(q, x.norm(dim=-1))
-        return product
-
-    @staticmethod
-    def _per_query(q: Tensor, side: Tensor) -> Tensor:
-        spread: Tensor = side.T.repeat_interleave(q.shape[0] // side.shape[1], dim=0)
-        return spread
+        return torch.where(self.never, float("inf"), value_radius(self.v_steps, self.v.shape[-1]))
 
 
-def softmax_error(logits_soft_cap: float, bias: Tensor | float) -> Tensor:
-    """Error of capping, biasing and exponentiating, as a radius."""
-    fixed = slack.SOFTMAX + max(logits_soft_cap, 0.0) * slack.SOFTCAP
-    c: Tensor = torch.as_tensor(bias, dtype=torch.float64).abs() * slack.BIAS + fixed
-    return c
+def softmax_error(spec: AttentionSpec) -> float:
+    """Error of capping and exponentiating, as a radius."""
+    return slack.SOFTMAX + max(spec.logits_soft_cap, 0.0) * slack.SOFTCAP
 
 
-def read_packed(
-    slots: Tensor,
-    k_codes: Tensor,
-    v_codes: Tensor,
-    k_scales: Tensor,
-    v_scales: Tensor,
-    pass_ids: Tensor,
-    layer: int,
-    head_ids: Sequence[int],
-    key: DitherKey,
-    witness: Tensor | None,
-    repaired: RepairedPages | None,
-    bypass: BypassedKeys | None,
-) -> PackedTokens:
-    """The tokens at ``slots [S]`` of caches ``[P, page_size, Hkv, D]``."""
-    page_size, head_dim = k_codes.shape[1], k_codes.shape[3]
-    ids = pass_ids[slots].to(torch.int64) & 0xFFFFFFFF
-    u = rows(key, ids, layer, head_ids, head_dim)
-    k_steps, v_steps = gather(k_scales, slots), gather(v_scales, slots)
-    k, v = dequantize(gather(k_codes, slots), k_steps, u), dequantize(gather(v_codes, slots), v_steps)
-    never = (ids == 0)[:, None].expand(k.shape[:2])
-    exact = torch.zeros_like(never)
+def read_packed(slots: Tensor, cache: PackedCache, dither: DitherOf) -> PackedTokens:
+    """The tokens at ``slots [S]``."""
+    ids = cache.pass_ids[slots].to(torch.int64) & 0xFFFFFFFF
+    u = rows(dither.key, ids, dither.layer, cache.head_ids.tolist(), cache.k.shape[3])
+    k_steps, v_steps = gather(cache.k_scales, slots), gather(cache.v_scales, slots)
+    k, v = dequantize(gather(cache.k, slots), k_steps, u), dequantize(gather(cache.v, slots), v_steps)
     spared = None
-    if bypass is not None:
-        spared = gather(bypass.k, slots).to(torch.float64)
-        k = bypass.put(k, spared)
-    if repaired is not None:
-        entry = repaired.index[slots // page_size].to(torch.int64)
-        exact, offset = entry >= 0, (slots % page_size)[:, None]
-        whole = repaired.k[entry, offset].to(torch.float64)
-        k = torch.where(exact[..., None], whole, k)
-        v = torch.where(exact[..., None], repaired.v[entry, offset].to(torch.float64), v)
-        k_steps, v_steps = (torch.where(exact[..., None], 0.0, x) for x in (k_steps, v_steps))
-        never = never & ~exact
-        if bypass is not None and spared is not None:
-            spared = torch.where(exact[..., None], 0.0, spared)
-    seen = None if witness is None else gather(witness, slots)
-    return PackedTokens(k, v, k_steps, v_steps, seen, never, exact, bypass, spared)
+    if cache.bypass is not None:
+        spared = gather(cache.bypass.k, slots).to(torch.float64)
+        k = cache.bypass.put(k, spared)
+    witness = None if cache.witness is None else gather(cache.witness, slots)
+    never = (ids == 0)[:, None].expand(k.shape[:2])
+    return PackedTokens(k, v, k_steps, v_steps, witness, never, cache.bypass, spared)
+
+
+def row_results(z: Tensor, c: Tensor, v: Tensor, rho: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output ``[H, Dv]``, base-2 lse ``[H]`` and accumulators ``[H, 16]`` of logits and radii ``[H, S]``, values
+    ``[S, Hkv, Dv]`` and their radii ``[S, Hkv]``."""
+    groups = z.shape[0] // v.shape[1]
+    acc = accumulate(z, c, v, rho, sinks)
+    # Around 0, as in the kernel, which does not know its output before it has seen all values.
+    largest = v.norm(dim=-1).amax(dim=0).repeat_interleave(groups)
+    known = acc[:, AccField.V_RADIUS].isfinite()
+    acc[:, AccField.V_RADIUS] = torch.where(known, largest, float("inf"))
+    extended = z if sinks is None else torch.cat((z, sinks.to(torch.float64)[:, None]), dim=-1)
+    total = torch.logsumexp(extended, dim=-1)
+    weight = torch.exp(z - total[:, None])
+    out = torch.einsum("hs,shd->hd", weight, v.repeat_interleave(groups, dim=1))
+    return out, total / math.log(2.0), acc
 
 
 def decode_reference(
     q: Tensor,
-    k_codes: Tensor,
-    v_codes: Tensor,
-    k_scales: Tensor,
-    v_scales: Tensor,
+    cache: PackedCache,
     table: PageTable,
-    pass_ids: Tensor,
+    dither: DitherOf,
+    spec: AttentionSpec,
+    delta_loc: Tensor | None,
     *,
-    layer: int,
-    head_ids: Sequence[int],
-    key: DitherKey,
-    sm_scale: float,
-    v_scale: float = 1.0,
-    delta_loc: Tensor | None = None,
-    witness: Tensor | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    q_len: int = 1,
-    repaired: RepairedPages | None = None,
-    bypass: BypassedKeys | None = None,
+    q_len: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[R, H, Dv]``, base-2 lse ``[R, H]`` and accumulators ``[R, H, 16]``, all float64.
 
-    ``R = B * q_len`` rows; row ``i`` of a request sees its tokens up to ``length - q_len + i``. Arguments as
-    in :func:`witcert_core.kernels.decode.decode_int8`, codes already split into ``[P, page_size, Hkv, D]``.
+    ``R = B * q_len`` rows ``q [R, H, D]``; row ``i`` of a request sees its tokens up to ``length - q_len + i``.
+    ``delta_loc [R]``.
     """
     num_rows, heads = q.shape[:2]
-    page_size, v_dim = k_codes.shape[1], v_codes.shape[-1]
-    out = torch.zeros(num_rows, heads, v_dim, dtype=torch.float64)
+    out = torch.zeros(num_rows, heads, cache.v.shape[-1], dtype=torch.float64)
     lse = torch.full((num_rows, heads), float("-inf"), dtype=torch.float64)
     acc = torch.full((num_rows, heads, NUM_ACC_FIELDS), float("inf"), dtype=torch.float64)
-    lengths = table.lengths(page_size)
+    lengths = table.lengths(cache.page_size)
     for r in range(num_rows):
         request, step = divmod(r, q_len)
         position = lengths[request] - q_len + step
-        first = max(position - window_left, 0) if window_left >= 0 else 0
         if position < 0:
             continue
-        slots = table.slots(request, position + 1, page_size)[first:]
-        tokens = read_packed(
-            slots,
-            k_codes,
-            v_codes,
-            k_scales,
-            v_scales,
-            pass_ids,
-            layer,
-            head_ids,
-            key,
-            witness,
-            repaired,
-            bypass,
-        )
-        row, v = q[r].to(torch.float64), tokens.v * v_scale
-        groups = heads // v.shape[1]
-        z = attention_logits(row, tokens.k, sm_scale, logits_soft_cap)
-        bias: Tensor | float = 0.0
-        if alibi_slopes is not None:
-            distance = torch.arange(first, position + 1, dtype=torch.float64) - position
-            bias = alibi_slopes.to(torch.float64)[:, None] * distance
-            z = z + bias
+        slots = spec.visible(table.slots(request, position + 1, cache.page_size))
+        tokens, row = read_packed(slots, cache, dither), q[r].to(torch.float64)
         delta = 0.0 if delta_loc is None else float(delta_loc[r])
-        digits = q.dtype != torch.float32
-        c = tokens.key_radius(row, sm_scale, delta, slots.numel(), logits_soft_cap, bias, digits)
-        acc[r] = accumulate(z, c, v, tokens.value_radius(v_scale), sinks)
-        # Around 0, as in the kernel, which does not know its output before it has seen all values.
-        largest = v.square().sum(dim=-1).sqrt().amax(dim=0).repeat_interleave(groups)
-        known = acc[r, :, AccField.V_RADIUS].isfinite()
-        acc[r, :, AccField.V_RADIUS] = torch.where(known, largest, float("inf"))
-        extended = z if sinks is None else torch.cat((z, sinks.to(torch.float64)[:, None]), dim=-1)
-        total = torch.logsumexp(extended, dim=-1)
-        lse[r] = total / math.log(2.0)
-        weight = torch.exp(z - total[:, None])
-        out[r] = torch.einsum("hs,shd->hd", weight, v.repeat_interleave(groups, dim=1))
+        c = tokens.key_radius(row, spec, delta, slots.numel(), q.dtype != torch.float32)
+        z = spec.logits(row, tokens.k)
+        out[r], lse[r], acc[r] = row_results(z, c, tokens.v, tokens.value_radius(), spec.sinks)
     return out, lse, acc

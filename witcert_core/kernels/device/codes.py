@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from witcert_core.kernels.host.backend import interpreting
+from witcert_core.kernels.host.dispatch import interpreting
 
 _ON_GPU = tl.constexpr(not interpreting())
 _SQUARES = tl.constexpr("dp4a.s32.s32 $0, $1, $1, 0;")

@@ -10,21 +10,22 @@ import triton.language as tl
 
 
 @triton.jit
-def left_out(flag_ptr, FLAG: tl.constexpr):
-    """Whether this launch has nothing to do. ``FLAG``: 0 always runs, 1 only with the flag set, 2 only without."""
-    if FLAG == 0:
+def left_out(flag_ptr, METER: tl.constexpr):
+    """Whether this launch has nothing to do: with a flag, the metered form runs if it is set, the other if not."""
+    if flag_ptr is None:
         return False
-    if FLAG == 1:
+    elif METER:
         return tl.load(flag_ptr) == 0
-    return tl.load(flag_ptr) != 0
+    else:
+        return tl.load(flag_ptr) != 0
 
 
 @triton.jit
-def request_span(indptr_ptr, last_len_ptr, request, PAGE: tl.constexpr):
+def request_span(pages, request, PAGE: tl.constexpr):
     """First entry of a request in the page indices, and its number of tokens."""
-    page0 = tl.load(indptr_ptr + request)
-    pages = tl.load(indptr_ptr + request + 1) - page0
-    return page0, tl.where(pages > 0, (pages - 1) * PAGE + tl.load(last_len_ptr + request), 0)
+    page0 = tl.load(pages.indptr + request)
+    count = tl.load(pages.indptr + request + 1) - page0
+    return page0, tl.where(count > 0, (count - 1) * PAGE + tl.load(pages.last_page_len + request), 0)
 
 
 @triton.jit
@@ -42,39 +43,26 @@ def query_tile(q_len, kv_head, G: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def visible_span(
-    tile,
-    query,
-    q_len,
-    window_left,
-    indptr_ptr,
-    last_len_ptr,
-    request_ptr,
-    position_ptr,
-    limit_ptr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """What the queries of a tile see: ``page0``, and ``[M]`` position, end and begin, and the last token any sees.
+def visible_span(tile, query, q_len, window_left, pages, rows, PAGE: tl.constexpr):
+    """What the queries of a tile see: ``page0``, and ``[M]`` end and begin, and the last token any sees.
 
-    With ``ROWS`` the tile is one row with its own request, position and number of paged tokens; otherwise
+    With ``rows`` the tile is one row with its own request, position and number of paged tokens; otherwise
     request ``tile`` owns ``q_len`` rows at the end of its tokens.
     """
     request = tile
-    if ROWS:
-        request = tl.load(request_ptr + tile)
-    page0, length = request_span(indptr_ptr, last_len_ptr, request, PAGE)
+    if rows is not None:
+        request = tl.load(rows.request + tile)
+    page0, length = request_span(pages, request, PAGE)
     position = length - q_len + query
     limit = position + 1
-    if ROWS:
-        position = tl.load(position_ptr + tile) + query * 0
-        length = tl.minimum(length, tl.load(limit_ptr + tile))
+    if rows is not None:
+        position = tl.load(rows.position + tile) + query * 0
+        length = tl.minimum(length, tl.load(rows.limit + tile))
         limit = length + query * 0
     first = position * 0
-    if WINDOW:
+    if window_left is not None:
         first = tl.maximum(position - window_left, 0)
-    return page0, position, limit, first, length
+    return page0, limit, first, length
 
 
 @triton.jit

@@ -16,6 +16,8 @@ import triton.language as tl
 from witcert_core.kernels.device.tiles import load_codes
 from witcert_core.kernels.host import slack
 
+dot_error = triton.constexpr_function(slack.dot_error)
+int8_dot_error = triton.constexpr_function(slack.int8_dot_error)
 _ARITHMETIC = tl.constexpr(slack.MAX_CODE * (1.0 + 2.0**-15) * slack.RADIUS_UP)
 _CERTAIN = tl.constexpr(0.5 * (1.0 + 2.0**-15) * slack.RADIUS_UP)
 _PROXY_ROOT = tl.constexpr(((1.0 - 4.0**-8) / 12.0) ** 0.5)
@@ -67,11 +69,9 @@ def spread_of(q, lost, scale, tail, NG: tl.constexpr, DOT_ERROR: tl.constexpr, D
 
 
 @triton.jit
-def quantization_radius(
-    spread, s, codes_ptr, line, live, N: tl.constexpr, M: tl.constexpr, NG: tl.constexpr, WITNESS: tl.constexpr
-):
-    """Smaller of the half-step radius and the probable one, or the stored witness's where smaller, and the INT8
-    product's own error ``[N, M]``, from a tuple of scales ``[N]``."""
+def quantization_radius(spread, s, witness_ptr, line, live, N: tl.constexpr, M: tl.constexpr, NG: tl.constexpr):
+    """Smaller of the half-step radius and the probable one, or the stored witness's where there is one and it is
+    smaller, and the INT8 product's own error ``[N, M]``, from a tuple of scales ``[N]``."""
     l1 = tl.zeros((N, M), tl.float32)
     variance = tl.zeros((N, M), tl.float32)
     for g in tl.static_range(NG):
@@ -80,9 +80,9 @@ def quantization_radius(
     likely = spread.tail[None, :] * tl.sqrt(variance) + l1 * spread.likely[None, :]
     certain = l1 * spread.certain[None, :]
     c = tl.where(likely < certain, likely, certain)
-    if WITNESS:
+    if witness_ptr is not None:
         stored = tl.zeros((N, M), tl.float32)
-        codes = load_codes(codes_ptr, line, live, NG)
+        codes = load_codes(witness_ptr, line, live, NG)
         for g in tl.static_range(NG):
             norm = tl.sqrt(spread.square[g])
             stored += norm[None, :] * (s[g] * codes[g])[:, None]

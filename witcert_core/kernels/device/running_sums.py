@@ -17,16 +17,14 @@ import triton.language as tl
 
 from witcert_core.kernels.host import slack
 
-GROWTH_MAX = tl.constexpr(80.0)
-GROWTH_SQUARE_MAX = tl.constexpr(2.4e17)
 _UP = tl.constexpr(slack.RADIUS_UP)
 _SOFTMAX = tl.constexpr(slack.SOFTMAX)
 _SOFTCAP = tl.constexpr(slack.SOFTCAP)
-_BIAS = tl.constexpr(slack.BIAS)
 _FAR = tl.constexpr(slack.FAR)
 _LOG2E = tl.constexpr(1.4426950408889634)
-_FIELDS = tl.constexpr(slack.META_FIELDS)
 _LOWEST = tl.constexpr(-(2.0**30))
+_GROWTH_ARGUMENT_MAX = tl.constexpr(80.0)
+_GROWTH_FACTOR_MAX = tl.constexpr(2.4e17)
 _LOG2E_UP = tl.constexpr(1.4426950408889634 * (1.0 + 2.0**-22))
 
 
@@ -37,13 +35,22 @@ def growth(c):
     The exponential errs by 2^-22 and its argument's rounding is in the constant. What rounding up adds to ``eta`` is
     less than the radius that every token has for the softmax (``slack.SOFTMAX``).
     """
-    return tl.exp2(tl.where(c > 80.0, 80.0, c) * _LOG2E_UP) * (1.0 + 2.0**-21) - 1.0
+    return tl.exp2(tl.where(c > _GROWTH_ARGUMENT_MAX, _GROWTH_ARGUMENT_MAX, c) * _LOG2E_UP) * (1.0 + 2.0**-21) - 1.0
+
+
+@triton.jit
+def capped(g):
+    """A growth as the second factor of its square, so that the square stays finite in fp32."""
+    return tl.where(g > _GROWTH_FACTOR_MAX, _GROWTH_FACTOR_MAX, g)
 
 
 @triton.jit
 def soft_cap(z, cap):
-    """``cap * tanh(z / cap)``."""
-    return cap - 2.0 * cap / (1.0 + tl.exp(2.0 * z / cap))
+    """``cap * tanh(z / cap)``, or ``z`` where there is no cap."""
+    if cap is None:
+        return z
+    else:
+        return cap - 2.0 * cap / (1.0 + tl.exp(2.0 * z / cap))
 
 
 @triton.jit
@@ -68,13 +75,13 @@ def weigh(z, visible, ref):
 
 
 @triton.jit
-def fixed_radius(cap, SOFT_CAP: tl.constexpr, CAST: tl.constexpr):
+def fixed_radius(cap, CAST: tl.constexpr):
     """Error of exponentiating and capping a logit, the same for every token, as a radius (``slack.py``).
 
     ``CAST``: of weights that are cast to 16 bit: beside that, :func:`far_radius` at its largest costs little.
     """
     c = tl.full((), _SOFTMAX + (150.0 * _FAR if CAST else 0.0), tl.float32)
-    if SOFT_CAP:
+    if cap is not None:
         c += cap * _SOFTCAP
     return c
 
@@ -87,31 +94,17 @@ def far_radius(gap):
 
 
 @triton.jit
-def bias_radius(bias):
-    """Error of adding an ALiBi term ``[N, M]``."""
-    return tl.abs(bias) * _BIAS
-
-
-@triton.jit
-def softmax_radius(gap, cap, bias, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, CAST: tl.constexpr):
-    """All of the above ``[N, M]``."""
-    c = tl.zeros_like(gap) + fixed_radius(cap, SOFT_CAP, CAST)
+def softmax_radius(gap, cap, CAST: tl.constexpr):
+    """Both of the above ``[N, M]``."""
+    c = tl.zeros_like(gap) + fixed_radius(cap, CAST)
     if not CAST:
         c += far_radius(gap)
-    if ALIBI:
-        c += bias_radius(bias)
     return c
 
 
 @triton.jit
-def alibi_bias(slope, token, position):
-    """``slope (token - position)`` ``[N, M]``."""
-    return slope[None, :] * (token[:, None] - position[None, :]).to(tl.float32)
-
-
-@triton.jit
 def squares(parts, N: tl.constexpr, NG: tl.constexpr):
-    """``sum_i x_i^2`` ``[N]`` of a tuple of ``[N, 32]`` tiles."""
+    """``sum_i x_i^2`` ``[N]`` of a tuple of ``NG`` tiles ``[N, 32]``."""
     total = tl.zeros((N,), tl.float32)
     for g in tl.static_range(NG):
         x = parts[g].to(tl.float32)
@@ -157,7 +150,7 @@ def meter_weights(lanes, factor, w, c):
     first = out_w * g
     rest = rest * scale + out_w
     eta = eta * scale + first
-    q = q * scale + first * tl.where(g > 2.4e17, 2.4e17, g)
+    q = q * scale + first * capped(g)
     big = tl.where(out_c > big, out_c, big)
     return wh, ch, rest, eta, q, big
 
@@ -214,7 +207,7 @@ def meter_store(weights, values, ptr, mask, known, N: tl.constexpr):
     tl.store(ptr + 3, tl.sum(tl.where(is_h, ch, 0.0), 0), mask=mask)
     tl.store(ptr + 4, tl.sum(rest + other_w, 0), mask=mask)
     tl.store(ptr + 5, tl.sum(eta + first, 0), mask=mask)
-    tl.store(ptr + 6, tl.sum(q + first * tl.where(g > 2.4e17, 2.4e17, g), 0), mask=mask)
+    tl.store(ptr + 6, tl.sum(q + first * capped(g), 0), mask=mask)
     largest = tl.max(tl.where(other_c > big, other_c, big), 0)
     tl.store(ptr + 7, tl.where(known, largest, float("inf")), mask=mask)
     tl.store(ptr + 8, tl.sum(v2, 0), mask=mask)

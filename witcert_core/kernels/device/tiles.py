@@ -20,10 +20,10 @@ from witcert_core.kernels.device.dither_terms import load_query_block
 
 
 @triton.jit
-def load_groups(start, live, D: tl.constexpr, NG: tl.constexpr):
+def load_groups(start, live, D: tl.constexpr):
     """Tuple of ``[N, 32]`` tiles, one per group of 32 channels, from ``start [N]``; 0 where masked or past ``D``."""
     out = ()
-    for g in tl.static_range(NG):
+    for g in tl.static_range((D + 31) // 32):
         channel = g * 32 + tl.arange(0, 32)
         keep = live[:, None]
         if g * 32 + 32 > D:
@@ -33,11 +33,11 @@ def load_groups(start, live, D: tl.constexpr, NG: tl.constexpr):
 
 
 @triton.jit
-def load_queries(q_base, valid, keep_ptr, D: tl.constexpr, NG: tl.constexpr, BYPASS: tl.constexpr):
+def load_queries(q_base, valid, keep_ptr, D: tl.constexpr):
     """Tuple of ``[32, M]`` queries from ``q_base [M]``, one per group, 0 at bypassed channels."""
     out = ()
-    for g in tl.static_range(NG):
-        out = out + (load_query_block(q_base, valid, keep_ptr, g * 32 + tl.arange(0, 32), D, BYPASS),)
+    for g in tl.static_range((D + 31) // 32):
+        out = out + (load_query_block(q_base, valid, keep_ptr, g * 32 + tl.arange(0, 32), D),)
     return out
 
 

@@ -3,108 +3,60 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from witcert_core.kernels.decode.reference import read_packed, softmax_error
+from witcert_core.kernels.decode.reference import PackedTokens, read_packed, row_results, softmax_error
+from witcert_core.kernels.extend.launch import Chunk
 from witcert_core.kernels.host import slack
-from witcert_core.kernels.host.bypass import BypassedKeys
-from witcert_core.kernels.host.pages import PageTable
-from witcert_core.kernels.repair.pages import RepairedPages
-from witcert_core.meter.sums import NUM_ACC_FIELDS, AccField, accumulate
-from witcert_core.meter.tv import attention_logits
-from witcert_core.quantizers.dither import DitherKey
+from witcert_core.kernels.host.arguments import DitherOf, PackedCache
+from witcert_core.meter.attention import AttentionSpec
+from witcert_core.meter.sums import NUM_ACC_FIELDS
 
 
 def extend_reference(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_codes: Tensor,
-    v_codes: Tensor,
-    k_scales: Tensor,
-    v_scales: Tensor,
-    qo_indptr: Tensor,
-    table: PageTable,
-    pass_ids: Tensor,
-    *,
-    layer: int,
-    head_ids: Sequence[int],
-    key: DitherKey,
-    sm_scale: float,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    delta_loc: Tensor | None = None,
-    witness: Tensor | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    repaired: RepairedPages | None = None,
-    bypass: BypassedKeys | None = None,
+    chunk: Chunk,
+    cache: PackedCache,
+    dither: DitherOf,
+    spec: AttentionSpec,
+    meter_rows: Tensor,
+    delta_loc: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[T, H, Dv]``, base-2 lse ``[T, H]`` and accumulators ``[T, H, 16]`` of **all** rows, float64.
-
-    ``delta_loc [T]``; ``sm_scale`` without ``k_scale``, which applies to the prefix alone.
-    """
-    num_rows, heads, head_dim = q.shape
-    out = torch.zeros(num_rows, heads, v_new.shape[2], dtype=torch.float64)
+    """Output ``[T, H, Dv]`` and base-2 lse ``[T, H]`` of all rows, accumulators ``[R, H, 16]`` of ``meter_rows [R]``,
+    which may spend ``delta_loc [R]``; float64."""
+    num_rows, heads = chunk.q.shape[:2]
+    out = torch.zeros(num_rows, heads, chunk.v.shape[2], dtype=torch.float64)
     lse = torch.zeros(num_rows, heads, dtype=torch.float64)
-    acc = torch.zeros(num_rows, heads, NUM_ACC_FIELDS, dtype=torch.float64)
-    starts, page_size = qo_indptr.tolist(), k_codes.shape[1]
-    lengths = table.lengths(page_size)
-    groups = heads // k_codes.shape[2]
-    for request, (low, high) in enumerate(itertools.pairwise(starts)):
-        prefix = lengths[request]
-        slots = table.slots(request, prefix, page_size)
-        old = read_packed(
-            slots,
-            k_codes,
-            v_codes,
-            k_scales,
-            v_scales,
-            pass_ids,
-            layer,
-            head_ids,
-            key,
-            witness,
-            repaired,
-            bypass,
-        )
-        old_k, old_v = old.k * k_scale, old.v * v_scale
+    acc = torch.zeros(meter_rows.numel(), heads, NUM_ACC_FIELDS, dtype=torch.float64)
+    lengths, wanted = chunk.table.lengths(cache.page_size), meter_rows.tolist()
+    deltas = [0.0] * len(wanted) if delta_loc is None else delta_loc.tolist()
+    for request, (low, high) in enumerate(itertools.pairwise(chunk.qo_indptr.tolist())):
+        old = read_packed(chunk.table.slots(request, lengths[request], cache.page_size), cache, dither)
         for r in range(low, high):
-            seen = r - low + 1
-            position = prefix + seen - 1
-            first = max(position - window_left, 0) if window_left >= 0 else 0
-            row, new = q[r].to(torch.float64), k_new[low : r + 1].to(torch.float64)
-            z = attention_logits(row, torch.cat((old_k, new)), sm_scale, logits_soft_cap)
-            bias = torch.zeros_like(z)
-            if alibi_slopes is not None:
-                distance = torch.arange(position + 1, dtype=torch.float64) - position
-                bias = alibi_slopes.to(torch.float64)[:, None] * distance
-            z = z + bias
-            norms = row.norm(dim=-1)[:, None] * new.norm(dim=-1).T.repeat_interleave(groups, dim=0)
-            c = norms * (abs(sm_scale) * slack.dot_error(head_dim))
-            c = c + softmax_error(logits_soft_cap, bias[:, prefix:])
-            if prefix:
-                delta = 0.0 if delta_loc is None else float(delta_loc[r])
-                shown = max(prefix - first, 1)
-                scale = sm_scale * k_scale
-                digits = q.dtype != torch.float32
-                before = old.key_radius(row, scale, delta, shown, logits_soft_cap, bias[:, :prefix], digits)
-                c = torch.cat((before, c), dim=-1)
-            v = torch.cat((old_v, v_new[low : r + 1].to(torch.float64)))[first:]
-            rho = old.value_radius(v_scale)
-            rho = torch.cat((rho, torch.zeros(seen, rho.shape[1], dtype=torch.float64)))[first:]
-            z, c = z[:, first:], c[:, first:]
-            acc[r] = accumulate(z, c, v, rho, sinks)
-            largest = v.norm(dim=-1).amax(dim=0).repeat_interleave(groups)
-            acc[r, :, AccField.V_RADIUS] = torch.where(acc[r, :, AccField.V_RADIUS].isfinite(), largest, float("inf"))
-            extended = z if sinks is None else torch.cat((z, sinks.to(torch.float64)[:, None]), dim=-1)
-            total = torch.logsumexp(extended, dim=-1)
-            lse[r] = total / math.log(2.0)
-            out[r] = torch.einsum("hs,shd->hd", torch.exp(z - total[:, None]), v.repeat_interleave(groups, dim=1))
+            out[r], lse[r], _ = _row(chunk, old, spec, low, r, 0.0)
+            for i, delta in enumerate(deltas):
+                if wanted[i] == r:
+                    acc[i] = _row(chunk, old, spec, low, r, delta)[2]
     return out, lse, acc
+
+
+def _row(
+    chunk: Chunk, old: PackedTokens, spec: AttentionSpec, low: int, r: int, delta_loc: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`row_results` has it, of row ``r`` of a request whose first one is ``low`` behind the tokens ``old``."""
+    heads, head_dim = chunk.q.shape[1:]
+    prefix, seen = old.k.shape[0], r - low + 1
+    visible = spec.visible(torch.arange(prefix + seen))
+    row = chunk.q[r].to(torch.float64)
+    new_k, new_v = (x[low : r + 1].to(torch.float64) for x in (chunk.k, chunk.v))
+    norms = row.norm(dim=-1)[:, None] * new_k.norm(dim=-1).T.repeat_interleave(heads // new_k.shape[1], dim=0)
+    c = norms * (abs(spec.sm_scale) * slack.dot_error(head_dim)) + softmax_error(spec)
+    if prefix:
+        digits = chunk.q.dtype != torch.float32
+        before = old.key_radius(row, spec, delta_loc, max(visible.numel() - seen, 1), digits)
+        c = torch.cat((before, c), dim=-1)
+    rho = torch.cat((old.value_radius(), torch.zeros(new_v.shape[:2], dtype=torch.float64)))
+    v = torch.cat((old.v, new_v))
+    z = spec.logits(row, torch.cat((old.k, new_k)))
+    return row_results(z[:, visible], c[:, visible], v[visible], rho[visible], spec.sinks)

@@ -3,19 +3,16 @@
 # Triton functions are compiled from their source, so their parameters carry no Python types.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
 # mypy: disable-error-code="assignment,index"
-# A compile-time and a run-time test cannot share one condition.
-# ruff: noqa: SIM102
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from witcert_core.kernels.device.exact_tile import add_exact_values
-from witcert_core.kernels.device.packed_tile import Cache, packed_queries, packed_tile
+from witcert_core.kernels.device.packed_tile import packed_head, packed_queries, packed_tile
 from witcert_core.kernels.device.paged import request_span
+from witcert_core.kernels.device.radius import dot_error
 from witcert_core.kernels.device.running_sums import (
-    alibi_bias,
     meter_start,
     meter_store,
     meter_values,
@@ -40,318 +37,170 @@ from witcert_core.kernels.host import slack
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(slack.META_FIELDS)
+_SPLIT = tl.constexpr(slack.SPLIT_TOKENS)
 
 
 @triton.jit
-def new_tile(
-    q,
-    k_start,
-    v_start,
-    live,
-    D: tl.constexpr,
-    NG: tl.constexpr,
-    DV: tl.constexpr,
-    GV: tl.constexpr,
-    N: tl.constexpr,
-    M: tl.constexpr,
-):
-    """Products ``[N, M]`` with exact keys, the keys themselves, and values ``[N, GV, 32]``."""
-    k = load_groups(k_start, live, D, NG)
-    v = load_values(v_start, live, DV, GV)
-    z = tl.zeros((N, M), tl.float32)
-    for g in tl.static_range(NG):
+def new_tile(q, k_new, v_new, row, kv_head, live, SHAPE: tl.constexpr):
+    """Of new tokens in ``row [N]``: products ``[N, M]`` with exact keys, the keys, and values ``[N, GV, 32]``."""
+    head64 = kv_head.to(tl.int64)
+    k = load_groups(k_new.ptr + head64 * k_new.head + row * k_new.row, live, SHAPE.D)
+    v = load_values(v_new.ptr + head64 * v_new.head + row * v_new.row, live, SHAPE.DV, SHAPE.GV)
+    z = tl.zeros((SHAPE.N, SHAPE.M), tl.float32)
+    for g in tl.static_range(SHAPE.NG):
         z = tl.dot(k[g], q[g], z, input_precision="ieee")
     return z, k, v
 
 
 @triton.jit(do_not_specialize=["layer", "seed"])
 def extend_attention(
-    q_ptr,
-    k_new_ptr,
-    v_new_ptr,
-    k_ptr,
-    v_ptr,
-    ks_ptr,
-    vs_ptr,
-    row_id_ptr,
-    head_id_ptr,
+    q,
+    k_new,
+    v_new,
+    cache,
+    pages,
     qo_indptr_ptr,
-    indptr_ptr,
-    indices_ptr,
-    last_len_ptr,
     sink_ptr,
-    alibi_ptr,
-    exact_index_ptr,
-    k_exact_ptr,
-    v_exact_ptr,
-    keep_ptr,
-    channel_ptr,
-    k_bypass_ptr,
-    out_ptr,
+    out,
     lse_ptr,
-    stride_q_row,
-    stride_q_head,
-    stride_kn_row,
-    stride_kn_head,
-    stride_vn_row,
-    stride_vn_head,
-    stride_k_page,
-    stride_k_tok,
-    stride_k_head,
-    stride_v_page,
-    stride_v_tok,
-    stride_v_head,
-    stride_out_row,
-    stride_out_head,
     layer,
     seed,
     sm_scale,
-    new_scale,
-    v_scale,
     cap,
     window_left,
     num_qo_heads,
     num_kv_heads,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    GV: tl.constexpr,
-    PAGE: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINK: tl.constexpr,
-    ALIBI: tl.constexpr,
-    MIXED: tl.constexpr,
-    BYPASS: tl.constexpr,
-    BP: tl.constexpr,
-    P_DTYPE: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """Grid ``(ceil(max_q_len G / M), Hkv, B)``. ``v_scale`` applies to the prefix alone: the chunk is exact."""
-    NG: tl.constexpr = (D + 31) // 32
-    NV: tl.constexpr = (DV + 31) // 32
+    """Grid ``(ceil(max_q_len G / M), Hkv, B)``: all rows of a chunk, unmetered.
+
+    ``q``, ``k_new``, ``v_new``, ``out``: :class:`Heads`; ``cache``: :class:`PackedPages` of the prefix. ``sink_ptr``,
+    ``cap`` and ``window_left`` are None where there is none.
+    """
     request = tl.program_id(2)
     kv_head = tl.program_id(1)
     row0 = tl.load(qo_indptr_ptr + request)
     q_len = tl.load(qo_indptr_ptr + request + 1) - row0
-    pair = tl.program_id(0) * M + tl.arange(0, M)
-    if tl.program_id(0) * M >= q_len * G:
+    pair = tl.program_id(0) * SHAPE.M + tl.arange(0, SHAPE.M)
+    if tl.program_id(0) * SHAPE.M >= q_len * SHAPE.G:
         return
-    query = pair // G
-    valid = pair < q_len * G
+    query = pair // SHAPE.G
+    valid = pair < q_len * SHAPE.G
     row = (row0 + query).to(tl.int64)
-    head = kv_head * G + pair % G
-    page0, prefix = request_span(indptr_ptr, last_len_ptr, request, PAGE)
+    head = kv_head * SHAPE.G + pair % SHAPE.G
+    page0, prefix = request_span(pages, request, SHAPE.PAGE)
     position = prefix + query
     first = position * 0
-    if WINDOW:
+    if window_left is not None:
         first = tl.maximum(position - window_left, 0)
 
-    head64 = kv_head.to(tl.int64)
-    q_base = q_ptr + row * stride_q_row + head * stride_q_head
-    slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
-    ref = tl.full((M,), float("-inf"), tl.float32)
-    total = tl.zeros((M,), tl.float32)
-    out = tl.zeros((GV, 32, M), tl.float32)
+    q_base = q.ptr + row * q.row + head * q.head
+    ref = tl.full((SHAPE.M,), float("-inf"), tl.float32)
+    total = tl.zeros((SHAPE.M,), tl.float32)
+    value = tl.zeros((SHAPE.GV, 32, SHAPE.M), tl.float32)
 
-    begin = tl.min(tl.where(valid, first, prefix), 0) // N * N
+    begin = tl.min(tl.where(valid, first, prefix), 0) // SHAPE.N * SHAPE.N
     if begin < prefix:
-        cache = Cache(
-            k_ptr + head64 * stride_k_head,
-            stride_k_page,
-            stride_k_tok,
-            v_ptr + head64 * stride_v_head,
-            stride_v_page,
-            stride_v_tok,
-            ks_ptr,
-            vs_ptr,
-            row_id_ptr,
-            indices_ptr,
-            exact_index_ptr,
-            k_exact_ptr,
-            v_exact_ptr,
-            keep_ptr + head64 * D,
-            channel_ptr + head64 * BYPASS,
-            k_bypass_ptr,
-            kv_head,
-            num_kv_heads,
-            tl.load(head_id_ptr + kv_head),
-        )
-        queries, _q, _lost = packed_queries(
-            cache, q_base, valid, page0, begin, seed, layer, D, NG, PAGE, M, BYPASS, BP, False
-        )
-        for start in range(begin, prefix, N):
-            token = start + tl.arange(0, N)
-            live = token < prefix
+        mine = packed_head(cache, pages.indices, kv_head, num_kv_heads, seed, layer, SHAPE)
+        queries, _q, _lost = packed_queries(mine, q_base, valid, page0, begin, SHAPE)
+        for start in range(begin, prefix, SHAPE.N):
+            token = start + tl.arange(0, SHAPE.N)
             # Past the end the last token stands in: nothing is masked, and no other slot is read.
-            tile = packed_tile(
-                cache,
-                queries,
-                tl.minimum(token, prefix - 1),
-                tl.full((N,), True, tl.int1),
-                page0,
-                seed,
-                layer,
-                D,
-                NG,
-                DV,
-                NV,
-                GV,
-                PAGE,
-                N,
-                M,
-                MIXED,
-                BYPASS,
-                BP,
-                False,
-            )
-            z = tile.z * sm_scale
-            visible = valid[None, :] & live[:, None] & (token[:, None] >= first[None, :])
-            if SOFT_CAP:
-                z = soft_cap(z, cap)
-            if ALIBI:
-                z += alibi_bias(slope, token, position)
+            tile = packed_tile(mine, queries, tl.minimum(token, prefix - 1), page0, SHAPE)
+            z = soft_cap(tile.z * sm_scale, cap)
+            visible = valid[None, :] & (token < prefix)[:, None] & (token[:, None] >= first[None, :])
             w, ref, factor, _ = weigh(z, visible, ref)
             total = total * factor + tl.sum(w, 0)
-            out = add_values(out, factor, w, tile.v_step * v_scale, tile.v, M, P_DTYPE)
-            if MIXED:
-                if tl.max(tile.exact.to(tl.int32), 0) > 0:
-                    out, _square = add_exact_values(out, w, cache, tile.exact, tile.exact_line, DV, GV, N, M, P_DTYPE)
+            value = add_values(value, factor, w, tile.v_step, tile.v, SHAPE.M, SHAPE.P_DTYPE)
 
     # From here the queries are whole: the chunk has no bypassed channels.
-    q_new = load_queries(q_base, valid, keep_ptr, D, NG, False)
-    last = tl.minimum((tl.program_id(0) * M + M - 1) // G + 1, q_len)
-    k_base = k_new_ptr + head64 * stride_kn_head
-    v_base = v_new_ptr + head64 * stride_vn_head
-    for start in range(0, last, N):
-        token = start + tl.arange(0, N)
+    whole = load_queries(q_base, valid, None, SHAPE.D)
+    last = tl.minimum((tl.program_id(0) * SHAPE.M + SHAPE.M - 1) // SHAPE.G + 1, q_len)
+    for start in range(0, last, SHAPE.N):
+        token = start + tl.arange(0, SHAPE.N)
         live = token < last
-        source = (row0 + token).to(tl.int64)
-        z, _, v = new_tile(
-            q_new, k_base + source * stride_kn_row, v_base + source * stride_vn_row, live, D, NG, DV, GV, N, M
-        )
+        z, _, v = new_tile(whole, k_new, v_new, (row0 + token).to(tl.int64), kv_head, live, SHAPE)
         visible = valid[None, :] & live[:, None] & (token[:, None] <= query[None, :])
         visible = visible & ((prefix + token)[:, None] >= first[None, :])
-        z = z * new_scale
-        if SOFT_CAP:
-            z = soft_cap(z, cap)
-        if ALIBI:
-            z += alibi_bias(slope, prefix + token, position)
-        w, ref, factor, _ = weigh(z, visible, ref)
+        w, ref, factor, _ = weigh(soft_cap(z * sm_scale, cap), visible, ref)
         total = total * factor + tl.sum(w, 0)
-        out = add_whole_values(out, factor, w, v, M, P_DTYPE)
+        value = add_whole_values(value, factor, w, v, SHAPE.M, SHAPE.P_DTYPE)
 
-    if SINK:
+    if sink_ptr is not None:
         sink2 = tl.load(sink_ptr + head, mask=valid, other=0.0) * _LOG2E
         top = tl.maximum(ref, tl.ceil(sink2))
         factor = tl.where(ref == float("-inf"), 0.0, tl.exp2(ref - top))
         total = total * factor + tl.exp2(sink2 - top)
         ref = top
-        out = out * factor[None, None, :]
-    store_values(out_ptr + row * stride_out_row + head * stride_out_head, out / total[None, None, :], DV, valid, GV, M)
+        value = value * factor[None, None, :]
+    target = out.ptr + row * out.row + head * out.head
+    store_values(target, value / total[None, None, :], SHAPE.DV, valid, SHAPE.GV, SHAPE.M)
     tl.store(lse_ptr + row * num_qo_heads + head, ref + tl.log2(total), mask=valid)
 
 
 @triton.jit
 def tail_split(
-    q_ptr,
-    k_new_ptr,
-    v_new_ptr,
+    q,
+    k_new,
+    v_new,
     start_ptr,
     limit_ptr,
     tail_len_ptr,
-    alibi_ptr,
     part_o_ptr,
     part_m_ptr,
-    stride_q_row,
-    stride_q_head,
-    stride_kn_row,
-    stride_kn_head,
-    stride_vn_row,
-    stride_vn_head,
-    new_scale,
-    v_unscale,
+    sm_scale,
     cap,
     window_left,
     num_splits,
     num_qo_heads,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    GV: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ALIBI: tl.constexpr,
-    METER: tl.constexpr,
-    P_DTYPE: tl.constexpr,
-    DOT_ERROR: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Grid ``(rows, Hkv, tail splits)``: the new keys a metered row sees, exact but for the kernel's own
     arithmetic.
 
-    ``v_unscale`` is ``1 / v_scale``: the merge multiplies all splits by ``v_scale``, which the chunk does not
-    have.
+    Row ``r`` of ``q`` sees ``tail_len_ptr[r]`` of them from row ``start_ptr[r]`` of ``k_new``, in splits after those
+    of its ``limit_ptr[r]`` paged tokens.
     """
-    NG: tl.constexpr = (D + 31) // 32
     r = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    begin = tl.program_id(2) * SPLIT
+    begin = tl.program_id(2) * _SPLIT
     tail = tl.load(tail_len_ptr + r)
     if begin >= tail:
         return
-    end = tl.minimum(begin + SPLIT, tail)
+    end = tl.minimum(begin + _SPLIT, tail)
     row0 = tl.load(start_ptr + r).to(tl.int64)
-    split = (tl.load(limit_ptr + r) + SPLIT - 1) // SPLIT + tl.program_id(2)
-    pair = tl.arange(0, M)
-    valid = pair < G
-    head = kv_head * G + pair
-    q = load_queries(q_ptr + r * stride_q_row + head * stride_q_head, valid, q_ptr, D, NG, False)
-    length_q = query_length(q, M, NG) * tl.abs(new_scale)
-    slope = tl.load(alibi_ptr + head, mask=valid, other=0.0) if ALIBI else 0.0
-    ref = tl.full((M,), float("-inf"), tl.float32)
-    total = tl.zeros((N, M), tl.float32)
-    out = tl.zeros((GV, 32, M), tl.float32)
-    weights, values = meter_start(N, M, 1)
-    head64 = kv_head.to(tl.int64)
-    k_base = k_new_ptr + head64 * stride_kn_head
-    v_base = v_new_ptr + head64 * stride_vn_head
-    for start in range(begin, end, N):
-        token = start + tl.arange(0, N)
+    split = (tl.load(limit_ptr + r) + _SPLIT - 1) // _SPLIT + tl.program_id(2)
+    pair = tl.arange(0, SHAPE.M)
+    valid = pair < SHAPE.G
+    head = kv_head * SHAPE.G + pair
+    whole = load_queries(q.ptr + r * q.row + head * q.head, valid, None, SHAPE.D)
+    length_q = query_length(whole, SHAPE.M, SHAPE.NG) * tl.abs(sm_scale)
+    first = 0
+    if window_left is not None:
+        first = tail - 1 - window_left
+    ref = tl.full((SHAPE.M,), float("-inf"), tl.float32)
+    total = tl.zeros((SHAPE.N, SHAPE.M), tl.float32)
+    out = tl.zeros((SHAPE.GV, 32, SHAPE.M), tl.float32)
+    weights, values = meter_start(SHAPE.N, SHAPE.M, 1)
+    for start in range(begin, end, SHAPE.N):
+        token = start + tl.arange(0, SHAPE.N)
         live = token < end
-        source = row0 + token
-        z, k, v = new_tile(
-            q, k_base + source * stride_kn_row, v_base + source * stride_vn_row, live, D, NG, DV, GV, N, M
-        )
+        z, k, v = new_tile(whole, k_new, v_new, row0 + token, kv_head, live, SHAPE)
         seen = live
-        if WINDOW:
-            seen = seen & (token >= tail - 1 - window_left)
+        if window_left is not None:
+            seen = seen & (token >= first)
         visible = valid[None, :] & seen[:, None]
-        z = z * new_scale
-        bias = 0.0
-        if SOFT_CAP:
-            z = soft_cap(z, cap)
-        if ALIBI:
-            bias = alibi_bias(slope, token, pair * 0 + tail - 1)
-            z += bias
-        w, ref, factor, gap = weigh(z, visible, ref)
+        w, ref, factor, gap = weigh(soft_cap(z * sm_scale, cap), visible, ref)
         total = total * factor[None, :] + w
-        if METER:
-            c = tl.sqrt(squares(k, N, NG))[:, None] * length_q[None, :] * DOT_ERROR
-            c += softmax_radius(gap, cap, bias, SOFT_CAP, ALIBI, tl.float32 != P_DTYPE)
-            weights = meter_weights(weights, factor, w, tl.where(visible, c, 0.0))
-        out = add_whole_values(out, factor, w, v, M, P_DTYPE)
-        if METER:
-            x = v.to(tl.float32) * v_unscale
-            v_square = tl.sum(tl.sum(x * x, 2), 1)
-            values = meter_values(values, factor, w, v_square, tl.zeros((N,), tl.float32), seen[:, None])
+        c = tl.sqrt(squares(k, SHAPE.N, SHAPE.NG))[:, None] * length_q[None, :] * dot_error(SHAPE.D)
+        c += softmax_radius(gap, cap, tl.float32 != SHAPE.P_DTYPE)
+        weights = meter_weights(weights, factor, w, tl.where(visible, c, 0.0))
+        out = add_whole_values(out, factor, w, v, SHAPE.M, SHAPE.P_DTYPE)
+        x = v.to(tl.float32)
+        v_square = tl.sum(tl.sum(x * x, 2), 1)
+        values = meter_values(values, factor, w, v_square, tl.zeros((SHAPE.N,), tl.float32), seen[:, None])
     cell = (r * num_qo_heads + head) * num_splits + split
-    store_values(part_o_ptr + cell * DV, out * v_unscale, DV, valid, GV, M)
+    store_values(part_o_ptr + cell * SHAPE.DV, out, SHAPE.DV, valid, SHAPE.GV, SHAPE.M)
     meta = part_m_ptr + cell * _FIELDS
-    first = tail - 1 - window_left
-    store_sums(meta, ref, total, valid, sees_some(valid, first, tail, begin, end, WINDOW, False))
-    if METER:
-        meter_store(weights, values, meta, valid, length_q < float("inf"), N)
+    store_sums(meta, ref, total, valid, sees_some(valid, first, tail, begin, end, window_left is not None, False))
+    meter_store(weights, values, meta, valid, length_q < float("inf"), SHAPE.N)

@@ -1,85 +1,78 @@
-"""Host-side checks and small conversions that operations share."""
+"""Which implementation runs, a plain error where none can, and the one place where kernels are launched.
+
+``triton`` needs a GPU, or a CPU with ``TRITON_INTERPRET=1`` (tests). ``reference`` is torch in float64 and
+runs anywhere. ``auto`` takes Triton where it can run and refuses otherwise: a slow path is only taken when
+asked for.
+"""
 
 from __future__ import annotations
 
-import functools
-import math
+import importlib.util
+import os
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from witcert_core.errors import InputError
-from witcert_core.kernels.host import slack
-from witcert_core.quantizers.dither import DitherKey
+from witcert_core.errors import UnsupportedError
+from witcert_core.meter.kernel_error import KernelArithmetic
 
-
-def seed_of(key: DitherKey) -> int:
-    """The Philox key as one signed 64-bit integer, first word low."""
-    low, high = key.words()
-    value = high << 32 | low
-    return value - 2**64 if value >= 2**63 else value
+BACKENDS = ("auto", "triton", "reference")
 
 
-def pass_bits(pass_ids: Tensor, num_slots: int) -> Tensor:
-    """Row ids of all slots as int32 bits (uint32 is taken as it is; id 0 means never written)."""
-    if pass_ids.dtype not in (torch.int32, torch.uint32) or pass_ids.dim() != 1 or not pass_ids.is_contiguous():
-        raise InputError(
-            f"pass_ids is {pass_ids.dtype} {tuple(pass_ids.shape)}; it must be contiguous uint32 or int32, 1-D"
+def interpreting() -> bool:
+    """True when Triton kernels are interpreted on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def kernels_serve(device: str) -> bool:
+    """Whether what lies on `device` is read by kernels: on a GPU, or anywhere under the interpreter."""
+    return device != "cpu" or interpreting()
+
+
+def resolve(backend: str, device: torch.device) -> str:
+    """``"triton"`` or ``"reference"``.
+
+    Raises:
+        UnsupportedError: an unknown name, Triton not installed, or a device it cannot run on.
+    """
+    if backend not in BACKENDS:
+        raise UnsupportedError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}")
+    if backend == "reference":
+        return backend
+    if importlib.util.find_spec("triton") is None:
+        raise UnsupportedError(
+            "Triton is not installed; install witcert[triton], or ask for backend='reference' (slow, float64)"
         )
-    if pass_ids.numel() < num_slots:
-        raise InputError(f"pass_ids has {pass_ids.numel()} entries for {num_slots} slots; one per slot is needed")
-    return pass_ids.view(torch.int32)
-
-
-def splits_for(max_kv_len: int) -> int:
-    """Splits of the longest request."""
-    if not 0 <= max_kv_len <= slack.MAX_KV_LEN:
-        raise InputError(
-            f"max_kv_len is {max_kv_len}; allowed are 0..{slack.MAX_KV_LEN}, beyond which the fp32 sums "
-            "of the meter would need a wider margin"
+    if device.type != "cuda" and not interpreting():
+        raise UnsupportedError(
+            f"tensors are on {device.type!r}, where Triton cannot run; move them to a GPU, or ask for "
+            "backend='reference' (slow, float64)"
         )
-    return max(1, -(-max_kv_len // slack.SPLIT_TOKENS))
+    return "triton"
 
 
-def default_scale(sm_scale: float | None, head_dim: int, k_scale: float) -> float:
-    """``sm_scale`` (default ``1 / sqrt(D)``) times ``k_scale``; both must be finite."""
-    value = (1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale) * k_scale
-    if not math.isfinite(value):
-        raise InputError(f"sm_scale={sm_scale} and k_scale={k_scale} must be finite")
-    return value
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a Triton kernel over a grid, which is left out where it is empty: nothing is read back on the host."""
+    if all(grid):
+        kernel[grid](*arguments, **options)
 
 
-def check_queries(q: Tensor, head_dim: int, kv_heads: int, rows: int | None) -> None:
-    """``q [R, Hq, D]`` with adjacent channels, ``Hq`` a multiple of ``Hkv``."""
-    if q.dim() != 3 or q.shape[2] != head_dim or q.stride(2) != 1 or q.shape[1] % kv_heads:
-        raise InputError(
-            f"q is {tuple(q.shape)} with strides {q.stride()}; it must be [R, Hq, {head_dim}] with adjacent "
-            f"channels and Hq a multiple of {kv_heads}"
-        )
-    if rows is not None and q.shape[0] != rows:
-        raise InputError(f"q has {q.shape[0]} rows; the page table and q_len make {rows}")
+def check_compute_dtype(dtype: torch.dtype) -> None:
+    """Refuse dtypes the kernels cannot compute with; bf16 dots are wrong under Triton's interpreter."""
+    allowed = (torch.float32, torch.float16) if interpreting() else (torch.float32, torch.float16, torch.bfloat16)
+    if dtype not in allowed:
+        names = ", ".join(str(d) for d in allowed)
+        raise UnsupportedError(f"queries have dtype {dtype}; allowed here are {names}")
 
 
-def check_vector(name: str, tensor: Tensor | None, length: int, dtype: torch.dtype | None = None) -> None:
-    """Contiguous 1-D of ``length`` entries (and ``dtype``), or absent."""
-    if tensor is None:
-        return
-    wrong = tuple(tensor.shape) != (length,) or not tensor.is_contiguous()
-    if wrong or (dtype is not None and tensor.dtype != dtype):
-        raise InputError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be contiguous [{length}]"
-            + (f" of {dtype}" if dtype is not None else "")
-        )
+def weights_are_cast(dtype: torch.dtype) -> bool:
+    """Whether attention weights meet V in bfloat16: 16-bit queries on a GPU. The interpreter keeps fp32."""
+    return dtype != torch.float32 and not interpreting()
 
 
-def kernel_float(tensor: Tensor | None, name: str, length: int) -> Tensor | None:
-    """Per-head fp32 numbers (sinks, slopes), checked."""
-    check_vector(name, tensor, length)
-    return None if tensor is None else tensor.to(torch.float32)
-
-
-@functools.lru_cache(maxsize=32)
-def band_on(channel_band: Tensor, device: torch.device) -> Tensor:
-    """int32 copy of a band map on ``device``, made once: a copy from the host cannot be captured in a
-    graph."""
-    return channel_band.to(device=device, dtype=torch.int32)
+def own_arithmetic(dtype: torch.dtype) -> KernelArithmetic:
+    """What these kernels do with weights and outputs for queries of a dtype: exact float16 values meet float16."""
+    if not weights_are_cast(dtype):
+        return KernelArithmetic((), dtype)
+    exact = (torch.float16,) if dtype == torch.float16 else ()
+    return KernelArithmetic((torch.bfloat16, *exact), dtype)

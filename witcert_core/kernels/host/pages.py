@@ -1,4 +1,4 @@
-"""FlashInfer's page tables and cache layouts, checked once on the host and read by strides on the device.
+"""FlashInfer's page tables and paged caches, checked once on the host and read by strides on the device.
 
 Shapes: P pages of ``page_size`` tokens, Hkv KV heads, D channels, Gr = ceil(D / 32) groups, B requests.
 """
@@ -14,35 +14,21 @@ from torch import Tensor
 from witcert_core.errors import InputError
 from witcert_core.quantizers.dither import num_groups
 
-LAYOUTS = ("NHD", "HND")
-PagedKV = Tensor | tuple[Tensor, Tensor]
+PagedKV = tuple[Tensor, Tensor]
+"""K ``[P, page_size, Hkv, D]`` and V ``[P, page_size, Hkv, Dv]`` (NHD); a cache laid out as HND is a permuted view."""
 
 
-def split_cache(cache: PagedKV, kv_layout: str) -> tuple[Tensor, Tensor]:
-    """K and V as ``[P, page_size, Hkv, D]`` views, whatever the layout.
-
-    Args:
-        cache: a tuple of two 4-D tensors or one 5-D tensor ``[P, 2, ...]``.
-        kv_layout: ``NHD`` (``[P, page_size, Hkv, D]``) or ``HND`` (``[P, Hkv, page_size, D]``).
-    """
-    if kv_layout not in LAYOUTS:
-        raise InputError(f"kv_layout is {kv_layout!r}; allowed are {', '.join(LAYOUTS)}")
-    if isinstance(cache, Tensor):
-        if cache.dim() != 5 or cache.shape[1] != 2:
-            raise InputError(f"a cache in one tensor is [P, 2, ...] in 5 dimensions, not {tuple(cache.shape)}")
-        k, v = cache.unbind(dim=1)
-    else:
-        k, v = cache
+def check_paged(cache: PagedKV) -> None:
+    """Raise unless K and V are 4-D, agree but for the channels, and these are adjacent."""
+    k, v = cache
     if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         raise InputError(f"K {tuple(k.shape)} and V {tuple(v.shape)} must be 4-D and agree but for the channels")
     if k.stride(-1) != 1 or v.stride(-1) != 1:
         raise InputError("the channels of a token must lie side by side in memory (last stride 1)")
-    return (k, v) if kv_layout == "NHD" else (k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3))
 
 
 def check_side(name: str, side: Tensor, pages: Tensor, last: int, dtype: torch.dtype) -> None:
-    """A side tensor must be contiguous ``[P, page_size, Hkv, last]`` of ``dtype``, whatever the cache's
-    layout."""
+    """A side tensor must be contiguous ``[P, page_size, Hkv, last]`` of ``dtype``, whatever the cache's strides."""
     want = (*pages.shape[:3], last)
     if tuple(side.shape) != want or side.dtype != dtype or not side.is_contiguous():
         raise InputError(
@@ -53,7 +39,10 @@ def check_side(name: str, side: Tensor, pages: Tensor, last: int, dtype: torch.d
 
 @dataclass(frozen=True)
 class PageTable:
-    """Pages of ``B`` requests: int32 ``indptr [B + 1]``, ``indices``, ``last_page_len [B]``."""
+    """Pages of ``B`` requests (``kv_indptr``, ``kv_indices``, ``kv_last_page_len``).
+
+    int32 ``indptr [B + 1]``, ``indices``, ``last_page_len [B]``.
+    """
 
     indptr: Tensor
     indices: Tensor
@@ -92,13 +81,14 @@ class PageTable:
 
 
 def gather(side: Tensor, slots: Tensor) -> Tensor:
-    """``[S, Hkv, X]`` rows of ``side [P, page_size, Hkv, X]``."""
+    """What ``side [P, page_size, Hkv, X]`` has at ``slots [S]``, ``[S, Hkv, X]``."""
     page_size = side.shape[1]
     return side[slots // page_size, slots % page_size]
 
 
 def check_int8_cache(k: Tensor, v: Tensor, k_scales: Tensor, v_scales: Tensor) -> None:
-    """Codes int8 and their fp16 scales ``[P, page_size, Hkv, Gr]``."""
+    """Raise unless codes are int8 and their scales fp16 ``[P, page_size, Hkv, Gr]``."""
+    check_paged((k, v))
     if k.dtype != torch.int8 or v.dtype != torch.int8:
         raise InputError(f"the packed cache is {k.dtype} and {v.dtype}; codes are torch.int8")
     # Also the channels: kernels read four codes of V as a word.

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 SPLIT_TOKENS = 512
 """Tokens of one split. Fixed, so that a row's result does not depend on the batch it is in."""
-TILE_TOKENS = 64
-"""Tokens handled at once."""
 MAX_KV_LEN = 2**19
 """Longest request: 1024 splits keep the fp32 sums within the 2^-12 that ``accumulate.SUM_SLACK`` grants."""
 
@@ -24,8 +22,6 @@ SOFTMAX = 2.0**-20 + 2.0**-40
 the sink's included, so far above 0 that no sum of the meter underflows."""
 SOFTCAP = 2.0**-21
 """Error of ``cap * tanh(z / cap)``, as a share of the cap."""
-BIAS = 2.0**-22
-"""Rounding of an ALiBi term and of adding it, as a share of its size."""
 FAR = 2.0**-22
 """Rounding of ``z - max`` before the exponential, as a share of it."""
 MAX_CODE = 127.5

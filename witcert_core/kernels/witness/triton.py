@@ -1,4 +1,4 @@
-"""Cast and store foreign quantizers' tensors, and encode the band norms of their residuals, in one pass."""
+"""Encode the band norms of what tokens lost, from their exact and stored keys or values."""
 
 # Triton functions are compiled from their source, so their parameters carry no Python types.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
@@ -29,29 +29,20 @@ def encode_up(square, largest):
 
 
 @triton.jit
-def write_witness_kernel(
+def record_witness_kernel(
     exact_ptr,
-    fake_ptr,
-    pool_ptr,
+    stored_ptr,
     witness_ptr,
     slot_ptr,
     band_ptr,
     tokens,
-    stride_page,
-    stride_tok,
-    stride_head,
     num_bands,
     HKV: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
-    PAGE: tl.constexpr,
     N: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STORE: tl.constexpr,
 ):
-    """Grid ``(ceil(T / N), Hkv)``; ``WHOLE``: one norm over all channels (V). Without ``STORE`` the pool is left alone
-    and what it holds is ``fake``.
-    """
+    """Grid ``(ceil(T / N), Hkv)``; one norm of each band, or of all channels where ``band_ptr`` is None (V)."""
     token = tl.program_id(0) * N + tl.arange(0, N)
     head = tl.program_id(1)
     channel = tl.arange(0, DP)
@@ -62,19 +53,14 @@ def write_witness_kernel(
     keep = live[:, None] & (channel < D)[None, :]
     source = (token.to(tl.int64) * HKV + head)[:, None] * D + channel[None, :]
     exact = tl.load(exact_ptr + source, mask=keep, other=0.0).to(tl.float32)
-    stored = tl.load(fake_ptr + source, mask=keep, other=0.0)
-    if STORE:
-        stored = stored.to(pool_ptr.dtype.element_ty)
-        page = slot // PAGE
-        target = page * stride_page + (slot % PAGE) * stride_tok + head.to(tl.int64) * stride_head
-        tl.store(pool_ptr + target[:, None] + channel[None, :], stored, mask=keep)
-    gap = tl.abs(stored.to(tl.float32) - exact)
+    stored = tl.load(stored_ptr + source, mask=keep, other=0.0).to(tl.float32)
+    gap = tl.abs(stored - exact)
     # Infinity stands for NaN, which a maximum could lose.
     gap = tl.where(gap == gap, gap, float("inf"))
     # The subtraction may round by half a unit.
     gap = gap * (1.0 + 2.0**-22)
     line = slot * HKV + head
-    if WHOLE:
+    if band_ptr is None:
         tl.store(witness_ptr + line, encode_up(tl.sum(gap * gap, 1), tl.max(gap, 1)), mask=live)
     else:
         band = tl.load(band_ptr + channel, mask=channel < D, other=-1)

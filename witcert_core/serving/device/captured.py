@@ -18,7 +18,7 @@ from torch import Tensor
 
 from witcert_core.errors import InputError
 from witcert_core.kernels.counters import MEASURED, advanced
-from witcert_core.kernels.host.backend import own_arithmetic
+from witcert_core.kernels.host.dispatch import own_arithmetic
 from witcert_core.meter.cells import CellBatch
 from witcert_core.meter.sums import NUM_ACC_FIELDS
 from witcert_core.serving.device.cells import kernel_cells, output_norm, visible_tokens

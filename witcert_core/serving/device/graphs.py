@@ -132,7 +132,6 @@ class CapturedDecode:
             out=out,
             lse=self.lse[:rows],
             workspace=Workspace(self.workspace.part_o[:rows], self.workspace.part_m[:rows]),
-            alibi_slopes=None,
             **metered,
             **self.cache.options(call),
         )

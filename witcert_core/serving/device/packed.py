@@ -25,8 +25,8 @@ from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.decode.reference import lost_share
 from witcert_core.kernels.extend import extend_int8
 from witcert_core.kernels.host import slack
-from witcert_core.kernels.host.backend import kernels_serve, own_arithmetic
 from witcert_core.kernels.host.bypass import BypassedKeys
+from witcert_core.kernels.host.dispatch import kernels_serve, own_arithmetic
 from witcert_core.kernels.host.pages import PageTable
 from witcert_core.meter.audit import Audit, FormatError, compare_rows
 from witcert_core.meter.cells import CellBatch
@@ -217,7 +217,6 @@ class KernelPacked(PackedStorage):
             q_len=plan.new_tokens[group.requests[0]],
             meter=bool(rows),
             delta_loc=delta,
-            alibi_slopes=None,
             **self.options(call),
         )
         return out, acc[group.local] if rows else acc

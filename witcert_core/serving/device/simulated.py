@@ -18,7 +18,7 @@ from witcert_core.cache.layer_witness import DitherSlots, LayerWitness, WitnessS
 from witcert_core.cache.protocols import Pool
 from witcert_core.cache.write_queue import Write
 from witcert_core.kernels.certify import FP8, certify
-from witcert_core.kernels.host.backend import kernels_serve
+from witcert_core.kernels.host.dispatch import kernels_serve
 from witcert_core.kernels.host.pages import PageTable
 from witcert_core.kernels.witness import record_witness
 from witcert_core.meter.audit import Audit, compare_rows
@@ -190,7 +190,6 @@ class KernelSimulated(SimulatedCache):
             logits_soft_cap=spec.logits_soft_cap,
             sinks=None if spec.sinks is None else spec.sinks.float(),
             arithmetic=arithmetic,
-            layer=call.layer,
             **law,
         )
         read = rows.plan.metered_requests()
