@@ -66,7 +66,7 @@ theorem any_form {ι : Type v} (i : ι) (l : List ι) (z zt c : ι → α) (hc :
 
 /-- **The meter is a bound**: the smallest of 1 and any of the forms.
 
-Code: `witcert_core.meter.bounds.meter`, `witcert_core.meter.bounds.reference_meter`.
+Code: `witcert_core.meter.bounds.meter`.
 `python: TV <= min(1, code("tanh"), code("jensen"), code("needle")) and TV <= min(1, code("extremal"))` -/
 theorem meter_sound {ι : Type v} {x : Cell α ι} (h : x.Sound) {t j n : α} (ht : x.TV ≤ t) (hj : x.TV ≤ j) (hn : x.TV ≤ n) :
     x.TV ≤ min 1 (min t (min j n)) := le_min h.tv_le_one (le_min ht (le_min hj hn))

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from rotation import rotate
 from torch import Tensor
 
 from witcert_core.cache import radii
@@ -71,7 +72,7 @@ def test_a_witness_taken_before_the_rotation_needs_the_right_pairing(spec: Rotar
     gen = torch.Generator().manual_seed(3)
     before = torch.randn(400, 1, spec.head_dim, generator=gen, dtype=torch.float64)
     before = before * torch.rand(before.shape, generator=gen, dtype=torch.float64) ** 8
-    turned = spec.rotate(before, torch.randint(0, 5000, (400,), generator=gen))
+    turned = rotate(spec, before, torch.randint(0, 5000, (400,), generator=gen))
     zero = torch.zeros_like(before)
     broken = 0
     for n in range(50):  # the query that lies along one rotated residual

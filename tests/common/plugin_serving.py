@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from rotation import inv_freq
 from torch import Tensor
 
 from witcert_core.meter.attention import AttentionSpec
@@ -33,7 +34,7 @@ SPEC = RotarySpec(D)
 def rotary_table(
     mscale: float = 1.0, spec: RotarySpec = SPEC, positions: int = 512, device: str = "cpu"
 ) -> RotaryTable:
-    angles = torch.arange(positions)[:, None] * spec.inv_freq()[None]
+    angles = torch.arange(positions)[:, None] * inv_freq(spec)[None]
     return RotaryTable(spec, (torch.cat([angles.cos(), angles.sin()], -1) * mscale).float().to(device))
 
 

@@ -13,7 +13,7 @@ from witcert_demo.task_source import NEEDLES
 
 from witcert_core.cli import main
 from witcert_core.evaluate import coverage, sweep, trust
-from witcert_core.evaluate.cells import FORMS, JOINT, METER, WITNESS, CellTable, FormProbe
+from witcert_core.evaluate.cells import FORMS, JOINT, METER, TAU, WITNESS, CellTable, FormProbe
 from witcert_core.evaluate.forcing import (
     Forced,
     ForcedSample,
@@ -92,7 +92,7 @@ def test_coverage_adds_up(collected: tuple[CellTable, list[Forced]]) -> None:
     table, _ = collected
     found = coverage.coverage_of(table, 4, 4)
     json.dumps(found, allow_nan=False)
-    at = coverage.TAUS.index(coverage.TAU)
+    at = coverage.TAUS.index(TAU)
     assert at < 45
     for tier, forms in found["by_tau"].items():
         for form, shares in forms.items():

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from cell_makers import attack, every_cell, supremum
+from cell_makers import attack, every_cell, supremum, total_variation_of_errors
 from torch import Tensor
 
 from witcert_core.meter.bounds import FORMS, extremal, meter
 from witcert_core.meter.output import output_bound
 from witcert_core.meter.sums import accumulate, accumulate_weights
-from witcert_core.meter.tv import total_variation_of_errors
 
 CELLS_PER_SHAPE = {1: 10, 2: 70, 3: 70, 5: 70, 8: 70, 40: 60, 400: 15}
 """288 shapes each: 105,120 cells."""

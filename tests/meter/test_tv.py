@@ -2,8 +2,9 @@ from decimal import Decimal, localcontext
 
 import pytest
 import torch
+from cell_makers import total_variation_of_errors
 
-from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation, total_variation_of_errors
+from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
 
 
 def tv_in_decimals(p: list[float], eps: list[float]) -> float:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cell_makers import total_variation_of_errors
 from torch import Tensor
 
 from witcert_core.cache import radii
@@ -11,7 +12,6 @@ from witcert_core.meter.bounds import FORMS, extremal, meter
 from witcert_core.meter.budget import Budget
 from witcert_core.meter.output import output_bound
 from witcert_core.meter.sums import AccField, accumulate, accumulate_weights
-from witcert_core.meter.tv import total_variation_of_errors
 from witcert_core.quantizers import dither
 from witcert_core.quantizers.dither import DitherKey
 

@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from cell_makers import total_variation_of_errors
 from torch import Tensor
 
 from witcert_core.meter.bounds import FORMS, meter
 from witcert_core.meter.sums import AccField, accumulate
-from witcert_core.meter.tv import total_variation_of_errors
 from witcert_core.policy.gate_registry import GateRegistry
 from witcert_core.policy.gates import (
     CellStatus,

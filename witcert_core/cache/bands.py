@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import InputError
+from witcert_core.quantizers.dither import GROUP
 from witcert_core.quantizers.rotary import RotarySpec
 
 DIFFERENCE_UP = 1.0 + 2.0**-23
@@ -134,7 +135,7 @@ def band_map(spec: RotarySpec, num_bands: int = 16) -> BandMap:
 
 
 @functools.lru_cache(maxsize=64)
-def group_map(head_dim: int, group: int = 32) -> BandMap:
+def group_map(head_dim: int, group: int = GROUP) -> BandMap:
     """Bands of ``group`` consecutive channels; the last may be short."""
     if head_dim < 1 or group < 1:
         raise InputError(f"head_dim={head_dim} and group={group} must both be at least 1")

@@ -18,7 +18,14 @@ from witcert_core.cache import outliers
 from witcert_core.cache.radii import radius_dither, radius_group_witness
 from witcert_core.errors import InputError
 from witcert_core.quantizers.base import Encoded
-from witcert_core.quantizers.dither import HALF_STEP_MARGIN, DitherKey, dequantize_int8, group_witness_codes, rows
+from witcert_core.quantizers.dither import (
+    GROUP,
+    HALF_STEP_MARGIN,
+    DitherKey,
+    dequantize_int8,
+    group_witness_codes,
+    rows,
+)
 from witcert_core.quantizers.rotary import RotarySpec
 
 HALF_STEPS_UP = 1 + 2.0**-13
@@ -31,8 +38,8 @@ def half_step_radius(scales: Tensor, head_dim: int) -> Tensor:
     scales [..., Gr] float16; group g has n_g channels, 32 but for a short last one. An unknown scale gives infinity.
     """
     num_groups = scales.shape[-1]
-    sizes = torch.full((num_groups,), 32.0, dtype=torch.float64, device=scales.device)
-    sizes[-1] = head_dim - 32 * (num_groups - 1)
+    sizes = torch.full((num_groups,), float(GROUP), dtype=torch.float64, device=scales.device)
+    sizes[-1] = head_dim - GROUP * (num_groups - 1)
     squares = scales.double().square().nan_to_num(nan=float("inf"))
     return (sizes * squares).sum(-1).sqrt() / 2 * HALF_STEPS_UP
 
@@ -42,7 +49,7 @@ def breaks_half_step(encoded: Encoded, exact: Tensor) -> Tensor:
 
     The deterministic radius rests on that half step, so it is checked and not taken from the quantizer's word.
     """
-    step = encoded.scales.double().repeat_interleave(32, -1)[..., : exact.shape[-1]]
+    step = encoded.scales.double().repeat_interleave(GROUP, -1)[..., : exact.shape[-1]]
     off = (encoded.values.double() - exact.double()).abs()
     return ~(off <= step / 2 * HALF_STEP_MARGIN).all(-1)
 

@@ -25,6 +25,7 @@ from witcert_core.meter.measure import measure_rows
 from witcert_core.meter.protocols import Radii
 from witcert_core.meter.sums import AccField
 from witcert_core.meter.tv import softmax_with_sink
+from witcert_core.policy.model import GateSettings
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RowPlan
@@ -34,6 +35,8 @@ METER = "meter"
 JOINT = "joint"
 FORMS = (*FORM_NAMES, METER, JOINT)
 """The six forms; the meter, the smallest of `tanh`, `jensen` and `needle`; and `bounds.joint`, under the dither law."""
+TAU: float = GateSettings().tau
+"""What results are told for: the target a gate has by default."""
 WITNESS = 0.0
 """The failure probability that stands for the deterministic tier."""
 
@@ -106,7 +109,7 @@ class FormProbe:
                 bounds = bounds_of(summed.terms, "auto" if form == METER else form, spec.has_sink)
                 found[f"{delta}/{form}"] = bounds.meter
             together = [self._joint(q[n], seen[n], read, radii, spec, delta_loc[n]) for n in numbers]
-            found[f"{delta}/{JOINT}"] = (torch.stack(together) + summed.terms.extra).clamp(max=1.0)
+            found[f"{delta}/{JOINT}"] = (torch.stack(together) + summed.terms.kernel_tv).clamp(max=1.0)
             if first and summed.audit is not None:
                 found["log_a"] = summed.terms.acc[..., AccField.LOG_A]
                 found["floor"] = bounds.floor  # the meter's, the last of the forms

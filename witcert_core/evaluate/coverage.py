@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from witcert_core.evaluate.cells import FORMS, JOINT, METER, WITNESS, CellTable, coverage, label, violations
+from witcert_core.evaluate.cells import FORMS, JOINT, METER, TAU, WITNESS, CellTable, coverage, label, violations
 from witcert_core.evaluate.plots import figure, plot_lines
 from witcert_core.report.text import percent_down
 
 Shares = list[list[float | None]]
 SCHEMA = "witcert.coverage/1"
 TAUS = tuple(round(0.02 * i, 2) for i in range(1, 51))
-TAU = 0.2
 DELTAS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
 WITNESS_TIER = label(WITNESS)
 SHOWN = ("eform", "jensen", "needle", METER, "extremal")

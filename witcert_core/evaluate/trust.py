@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from witcert_core.evaluate.cells import METER, WITNESS, CellTable, finite_or_word
+from witcert_core.evaluate.cells import METER, TAU, WITNESS, CellTable, finite_or_word
 from witcert_core.evaluate.forcing import Forced
 from witcert_core.evaluate.plots import figure
 from witcert_core.evaluate.stats import auroc_interval
 from witcert_core.evaluate.tables import interval
 
 SCHEMA = "witcert.trust/1"
-TAU = 0.2
 TV_BINS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.2, 1.0)
 MOST_POINTS = 1500
 TRUTH = "true_tv_mean"

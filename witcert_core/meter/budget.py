@@ -15,17 +15,6 @@ _SERIES = 6.0 / math.pi**2
 """``sum 1/t^2 = pi^2/6``, so these weights sum to 1 over an unknown number of rows."""
 
 
-def _inverse_squares(t: int) -> float:
-    """Upper bound of ``sum_{i<=t} 1/i^2``: exact while short, then ``pi^2/6`` less a bound on the tail.
-
-    The tail is the trigamma function at ``x = t + 1``, which exceeds ``1/x + 1/(2x^2)``.
-    """
-    if t <= 256:
-        return math.fsum(1.0 / (i * i) for i in range(1, t + 1))
-    x = t + 1.0
-    return math.pi**2 / 6.0 - 1.0 / x - 0.5 / (x * x)
-
-
 @dataclass(frozen=True)
 class Budget:
     """Budget of one request.
@@ -66,13 +55,3 @@ class Budget:
         0.0 beyond a declared length: only the deterministic tier may be reported there.
         """
         return self._row_share(t) * self.delta / (self.num_layers * self.num_qo_heads) * (1.0 - 2.0**-40)
-
-    def spent(self, t: int) -> float:
-        """Probability spent by rows ``1..t`` in all layers and heads, rounded up; at most ``delta``."""
-        if t < 0:
-            raise BudgetError(f"row count is {t}; it must not be negative")
-        if self.declared_rows is None:
-            share = _SERIES * _inverse_squares(t)
-        else:
-            share = min(t, self.declared_rows) / self.declared_rows
-        return min(self.delta, self.delta * share * (1.0 + 2.0**-40))

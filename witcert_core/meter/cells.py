@@ -6,7 +6,7 @@ Shapes: C cells (query heads of a row, or of several rows), S tokens, Hkv KV hea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from witcert_core.meter.output import output_bound
 from witcert_core.meter.sums import NUM_ACC_FIELDS, AccField, attention_sums, weighted_values
 from witcert_core.meter.tv import softmax_with_sink, total_variation
 
-SHIFT_UP, SHIFT_LEAST = 1.0 + 2.0**-36, 2.0**-36
+TV_UP, TV_LEAST = 1.0 + 2.0**-36, 2.0**-36
 """Outward rounding of a computed TV in float64: relative, and for what the weights themselves lose."""
 
 
@@ -28,28 +28,28 @@ class Terms:
 
     Args:
         acc: ``[..., 16]`` accumulators.
-        extra: ``[...]`` further TV between these weights and the engine's; 0 for fused weights.
+        kernel_tv: ``[...]`` bound on the TV between these weights and those of the kernel that attended.
         norm: ``[...]`` ``||o~||``.
-        swept: ``[...]`` the ``extremal`` bound if asked for, else 0.
+        extremal_tv: ``[...]`` the ``extremal`` bound if asked for, else 0.
         centre_norm: ``[...]`` norm of the output that the accumulators belong to: ``norm``, or that of the corrected
             keys and values.
-        shift: ``[...]`` TV between the corrected weights and the stored keys'; 0 without a sketch.
-        out_shift: ``[...]`` what the output bound gains by the correction; 0 without a sketch.
-        spread: ``[...]`` mean square distance of the values from the centre of ``V_RADIUS``, at least.
-        moved: ``[...]`` the output bound that knows directions, of `directional.moved`; infinite where sums are all.
-        handed: ``[...]`` distance between the stored cache's output in real arithmetic and what the kernel hands on.
+        sketch_tv: ``[...]`` TV between the corrected weights and the stored keys'; 0 without a sketch.
+        sketch_out: ``[...]`` what the correction moves the output by; 0 without a sketch.
+        value_spread: ``[...]`` mean square distance of the values from the centre of ``V_RADIUS``, at least.
+        directional_out: ``[...]`` the output bound of `directional.moved`; infinite where sums are all there is.
+        kernel_out: ``[...]`` distance of what the kernel hands on from real arithmetic over what is stored.
     """
 
     acc: Tensor
-    extra: Tensor
+    kernel_tv: Tensor
     norm: Tensor
-    swept: Tensor
+    extremal_tv: Tensor
     centre_norm: Tensor
-    shift: Tensor
-    out_shift: Tensor
-    spread: Tensor
-    moved: Tensor
-    handed: Tensor
+    sketch_tv: Tensor
+    sketch_out: Tensor
+    value_spread: Tensor
+    directional_out: Tensor
+    kernel_out: Tensor
 
 
 @dataclass(frozen=True)
@@ -88,27 +88,40 @@ def sum_terms(
             ``rho`` around it.
     """
     acc, weights, centre = attention_sums(logits, c, v, rho, sinks)
-    extra = weight_error(omega, num_tokens, arithmetic)
-    swept = torch.zeros_like(extra)
+    kernel_tv = weight_error(omega, num_tokens, arithmetic)
+    extremal_tv = torch.zeros_like(kernel_tv)
     if form == "extremal":
-        swept = extremal.bound(weights, torch.nn.functional.pad(c, (0, int(sinks is not None))))
+        extremal_tv = extremal.bound(weights, torch.nn.functional.pad(c, (0, int(sinks is not None))))
     norm = centre.norm(dim=-1)
     square = acc[..., AccField.V2]
-    spread = (square - norm.square()).clamp(min=0.0) + square * (SHIFT_UP - 1.0)  # what cancels is added back
-    moved = directional.moved(weights, c, v, rho, centre)
-    nothing = torch.zeros_like(extra)
+    nothing = torch.zeros_like(kernel_tv)
+    terms = Terms(
+        acc=acc,
+        kernel_tv=kernel_tv,
+        norm=norm,
+        extremal_tv=extremal_tv,
+        centre_norm=norm,
+        sketch_tv=nothing,
+        sketch_out=nothing,
+        value_spread=(square - norm.square()).clamp(min=0.0) + square * (TV_UP - 1.0),  # what cancels is added back
+        directional_out=directional.moved(weights, c, v, rho, centre),
+        kernel_out=nothing,
+    )
     if stored is None:
         sizes = value_sizes(acc, norm, sinks is not None)
-        handed = output_error(extra, **sizes, num_tokens=num_tokens, v_dim=v.shape[-1], arithmetic=arithmetic)
-        return Terms(acc, extra, norm, swept, norm, nothing, nothing, spread, moved, handed)
+        error = output_error(kernel_tv, **sizes, num_tokens=num_tokens, v_dim=v.shape[-1], arithmetic=arithmetic)
+        return replace(terms, kernel_out=error)
     served_weights = softmax_with_sink(stored.logits, sinks)
     served = weighted_values(served_weights[:, : logits.shape[-1]], stored.v)
-    shift = total_variation(weights, served_weights) * SHIFT_UP + SHIFT_LEAST
-    out_shift = (centre - served).norm(dim=-1) * SHIFT_UP
-    # The engine's own arithmetic moves weight between stored values; the accumulators know the corrected ones.
-    handed = attention_error(served_weights, stored.v, omega, num_tokens=num_tokens, arithmetic=arithmetic)
     acc[..., AccField.LOG_A] = full_log_a(served_weights, stored.logits - logits, c)
-    return Terms(acc, extra, served.norm(dim=-1), swept, norm, shift, out_shift, spread, moved, handed)
+    return replace(
+        terms,
+        norm=served.norm(dim=-1),
+        sketch_tv=total_variation(weights, served_weights) * TV_UP + TV_LEAST,
+        sketch_out=(centre - served).norm(dim=-1) * TV_UP,
+        # The engine's own arithmetic moves weight between stored values; the accumulators know the corrected ones.
+        kernel_out=attention_error(served_weights, stored.v, omega, num_tokens=num_tokens, arithmetic=arithmetic),
+    )
 
 
 def value_sizes(acc: Tensor, norm: Tensor, has_sink: bool) -> dict[str, Tensor]:
@@ -116,7 +129,7 @@ def value_sizes(acc: Tensor, norm: Tensor, has_sink: bool) -> dict[str, Tensor]:
     radius = acc[..., AccField.V_RADIUS].to(torch.float64)  # around 0 or around the output
     return {
         "norm": norm,
-        "mean_norm": acc[..., AccField.V2].to(torch.float64).sqrt() * SHIFT_UP,
+        "mean_norm": acc[..., AccField.V2].to(torch.float64).sqrt() * TV_UP,
         "max_norm": radius + norm,
         "diameter": 2.0 * (torch.maximum(radius, norm) if has_sink else radius),
     }
@@ -172,14 +185,14 @@ def bounds_of(terms: Terms, form: str, has_sink: bool) -> Bounds:
     if form == "auto":
         tv, which = meter(terms.acc)
     else:
-        tv = (terms.swept if form == "extremal" else FORMS[form](terms.acc)).clamp(max=1.0)
+        tv = (terms.extremal_tv if form == "extremal" else FORMS[form](terms.acc)).clamp(max=1.0)
         which = torch.full_like(tv, FORM_NAMES.index(form), dtype=torch.int64)
-    out = output_bound(terms.acc, tv, terms.centre_norm, has_sink, terms.spread, terms.moved)
-    out = out + terms.out_shift + terms.handed
-    apart = tv + terms.extra
-    above = (terms.shift + apart).clamp(max=1.0).nan_to_num(nan=1.0)
-    # `shift` was rounded up twice, by its factor and its summand.
-    below = terms.shift * (1.0 - 4.0 * (SHIFT_UP - 1.0)) - 2.0 * SHIFT_LEAST - apart
+    out = output_bound(terms.acc, tv, terms.centre_norm, has_sink, terms.value_spread, terms.directional_out)
+    out = out + terms.sketch_out + terms.kernel_out
+    either_side = tv + terms.kernel_tv
+    above = (terms.sketch_tv + either_side).clamp(max=1.0).nan_to_num(nan=1.0)
+    # `sketch_tv` was rounded up twice, by its factor and its summand.
+    below = terms.sketch_tv * (1.0 - 4.0 * (TV_UP - 1.0)) - 2.0 * TV_LEAST - either_side
     out = out.nan_to_num(nan=float("inf"), posinf=float("inf"))
     return Bounds(above, below.clamp(min=0.0).nan_to_num(nan=0.0), which, out)
 

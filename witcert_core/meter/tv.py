@@ -27,20 +27,3 @@ def softmax_with_sink(logits: Tensor, sink_logits: Tensor | None = None) -> Tens
 def total_variation(p: Tensor, p_tilde: Tensor) -> Tensor:
     """``sum |p - p~| / 2`` over the last axis, float64 ``[...]``."""
     return 0.5 * (p.to(torch.float64) - p_tilde.to(torch.float64)).abs().sum(dim=-1)
-
-
-def total_variation_of_errors(p_tilde: Tensor, eps: Tensor) -> Tensor:
-    """TV of ``p ~ p~ e^-eps`` against ``p~``, float64 ``[...]``, to nearly full relative precision.
-
-    A shift common to all errors changes nothing, so they are taken relative to the heaviest token's: then
-    even a total variation far below the unit roundoff of ``p~`` is not lost.
-
-    Args:
-        p_tilde: ``[..., S]`` compressed weights, summing to 1 within rounding.
-        eps: ``[..., S]`` logit errors, compressed minus exact.
-    """
-    weight, error = p_tilde.to(torch.float64), eps.to(torch.float64)
-    heaviest = weight.argmax(dim=-1, keepdim=True)
-    change = torch.expm1(error.gather(-1, heaviest) - error)
-    drift = (weight * change).sum(dim=-1, keepdim=True) / weight.sum(dim=-1, keepdim=True)
-    return 0.5 * (weight * (change - drift)).abs().sum(dim=-1) / (1.0 + drift.squeeze(-1))

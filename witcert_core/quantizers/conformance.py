@@ -18,10 +18,9 @@ from witcert_core.quantizers.base import (
     Quantizer,
     check_kinds_alike,
 )
-from witcert_core.quantizers.dither import DitherKey, num_groups
+from witcert_core.quantizers.dither import FP16_MAX, DitherKey, num_groups
 from witcert_core.quantizers.rotary import RotarySpec
 
-FP16_MAX = 65504.0
 _LAYER = 3
 _NUM_GROUPS_OF_TOKENS = 5
 _FIRST_HEAD = 4

@@ -27,7 +27,7 @@ MAX_PASS_ID = 2**32 - 1
 _ROUND_MULT = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEP = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
-_FP16_MAX = 65504.0
+FP16_MAX = torch.finfo(torch.float16).max
 
 HALF_STEP_MARGIN = 1.0 + 2.0**-15
 """A dequantized key in fp32 may be this much more than half a step away: division, sum and product round."""
@@ -144,7 +144,7 @@ def group_scales(x: Tensor, group: int = GROUP) -> Tensor:
     infinity = torch.full_like(half, float("inf"))
     # 127 * s is exact in float64 (7 + 11 bits), so this test has no rounding of its own.
     half = torch.where(half.to(torch.float64) * 127.0 < amax, torch.nextafter(half, infinity), half)
-    return torch.where(amax <= _FP16_MAX * 127.0, half, infinity)
+    return torch.where(amax <= FP16_MAX * 127.0, half, infinity)
 
 
 def quantize_int8(x: Tensor, u: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:

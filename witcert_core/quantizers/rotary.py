@@ -56,33 +56,6 @@ class RotarySpec:
             return torch.stack((2 * i, 2 * i + 1), dim=-1)
         return torch.stack((i, i + self.n_pairs), dim=-1)
 
-    def inv_freq(self, base: float = 10000.0) -> Tensor:
-        """Angular frequencies ``base^(-2i/rotary_dim)``, float64 ``[n_pairs]``."""
-        i = torch.arange(self.n_pairs, dtype=torch.float64)
-        return torch.pow(torch.tensor(base, dtype=torch.float64), -2.0 * i / max(self.dim, 1))
-
-    def rotate(self, x: Tensor, positions: Tensor, inv_freq: Tensor | None = None, *, inverse: bool = False) -> Tensor:
-        """Rotate every pair of ``x`` by ``position * inv_freq`` (``inverse`` turns it back).
-
-        Args:
-            x: ``[N, H, D]``, any float dtype; the result has the same dtype.
-            positions: int64 ``[N]``.
-            inv_freq: float64 ``[n_pairs]``, default :meth:`inv_freq`.
-        """
-        if x.shape[-1] != self.head_dim:
-            raise InputError(f"x has {x.shape[-1]} channels; this RotarySpec is for head_dim={self.head_dim}")
-        freq = self.inv_freq() if inv_freq is None else inv_freq
-        angle = positions.to(torch.float64)[:, None] * freq.to(torch.float64)[None, :]
-        cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
-        if inverse:
-            sin = -sin
-        pairs = self.pair_channels().to(x.device)
-        out = x.clone()
-        a, b = x[..., pairs[:, 0]].to(torch.float64), x[..., pairs[:, 1]].to(torch.float64)
-        out[..., pairs[:, 0]] = (a * cos - b * sin).to(x.dtype)
-        out[..., pairs[:, 1]] = (a * sin + b * cos).to(x.dtype)
-        return out
-
 
 @dataclass(frozen=True)
 class RotaryTable:

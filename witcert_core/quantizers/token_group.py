@@ -10,10 +10,10 @@ from torch import Tensor
 
 from witcert_core.errors import QuantizerError
 from witcert_core.quantizers.base import Kind, QuantContext, Quantizer, check_input
+from witcert_core.quantizers.dither import FP16_MAX
 
 MAX_GROUP = 65_536
 """More channels than a head has; a short group is filled up to its size."""
-_FP16_MAX = torch.finfo(torch.float16).max
 _FP16_LEAST = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
 
 
@@ -41,8 +41,8 @@ class _TokenGroup(Quantizer):
         full = torch.cat([x, x[..., -1:].expand(-1, -1, short)], dim=-1) if short else x
         grouped = full.reshape(num_tokens, num_heads, num_groups, self.group_size)
         largest_code = 2**self.bits - 1
-        low = grouped.amin(dim=-1, keepdim=True).clamp_(-_FP16_MAX, _FP16_MAX)
-        high = grouped.amax(dim=-1, keepdim=True).clamp_(-_FP16_MAX, _FP16_MAX)
+        low = grouped.amin(dim=-1, keepdim=True).clamp_(-FP16_MAX, FP16_MAX)
+        high = grouped.amax(dim=-1, keepdim=True).clamp_(-FP16_MAX, FP16_MAX)
         zero = low.to(torch.float16).to(torch.float32)
         scale = ((high - low) / largest_code).to(torch.float16).to(torch.float32)
         step = scale.clamp(min=_FP16_LEAST)  # where the scale is 0 every code means zero

@@ -139,7 +139,7 @@ namespace WitCert.Cell
 variable {α : Type u} [OrderedField α] {ι : Type v} {x : Cell α ι}
 /-- **A common error of all logits moves nothing**: if every ratio is the same `κ`, then `TV = 0`.
 
-Code: `witcert_core.meter.tv.total_variation_of_errors`.
+Code: `witcert_core.meter.tv.total_variation`.
 `python: tv(w, tilted(w, [kappa for _ in w])) == 0` -/
 theorem Sound.tv_common_shift (h : x.Sound) (κ : α) (hk : ∀ t, x.a t = κ) : x.TV = 0 := by
   have hZ : x.Z = κ := (x.mean_congr hk).trans (h.mean_const κ)

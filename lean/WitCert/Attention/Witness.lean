@@ -115,7 +115,7 @@ def rope (c s : κ → α) (v : κ × Bool → α) : κ × Bool → α := fun p 
 
 /-- **A pair rotation keeps inner products**, band by band.
 
-Code: `witcert_core.quantizers.rotary.RotarySpec.rotate`.
+Code: `witcert_core.quantizers.rotary.RotaryTable.rotate`.
 `python: dot(rotated(q), rotated(d)) == dot(q, d)` -/
 theorem rope_dot {c s : κ → α} (h : ∀ j, c j * c j + s j * s j = 1) (l : List κ) (q d : κ × Bool → α) :
     dot (channels l) (rope c s q) (rope c s d) = dot (channels l) q d := by

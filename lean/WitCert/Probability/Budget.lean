@@ -47,7 +47,7 @@ theorem budget_series (ev : Nat → Ω → Bool) (a : Nat → α) {δ ζ : α} (
 /-- **The series of the code.** `Σ_{t=1}^{T} 1/t² ≤ 5/3` for every `T` (the least constant is `π²/6`, in Mathlib
 `hasSum_zeta_two`), so `budget_series` applies to `δ_t ∝ 1/t²`.
 
-Code: `witcert_core.meter.budget.Budget.spent` (`6/(π² t²)`).
+Code: `witcert_core.meter.budget.Budget.delta_loc` (`6/(π² t²)`).
 `python: sum(Fraction(1, t * t) for t in range(1, 8 * n)) <= Fraction(5, 3)` -/
 theorem inverse_squares (n : Nat) : rsum n (fun t => 1 / ((ofNat t + 1) * (ofNat t + 1))) ≤ (5 : α) / 3 := by
   have h3 : (0 : α) < 3 := lt_of_lt_of_le zero_lt_one (le_cert zero_le_two (by ring))

@@ -44,11 +44,6 @@ def meter(acc: Tensor) -> tuple[Tensor, Tensor]:
     return best.clamp(max=1.0), index[which]
 
 
-def reference_meter(p: Tensor, c: Tensor) -> Tensor:
-    """``min(1, extremal)``, float64 ``[...]`` from weights and radii ``[..., S]``."""
-    return extremal.bound(p, c).clamp(max=1.0)
-
-
 __all__ = [
     "FORMS",
     "FORM_NAMES",
@@ -58,7 +53,6 @@ __all__ = [
     "jensen",
     "meter",
     "needle",
-    "reference_meter",
     "rms",
     "tanh",
 ]

@@ -131,7 +131,7 @@ class GatedRows:
         known = None if cells.stored is None else (weights - torch.softmax(cells.stored.logits, -1)).abs()
         bounds = bounds_of(terms, self.form, self.spec.has_sink)
         out_rel = relative_output_bound(bounds.out, terms.norm)
-        out_least = relative_output_bound(terms.handed, terms.norm)
+        out_least = relative_output_bound(terms.kernel_out, terms.norm)
         batch, flat = self.batch, self.batch.slots.flatten()
         place = torch.arange(len(batch.slots), device=flat.device)
         block_of, num_blocks = place // block_size, -(-len(place) // block_size)
