@@ -14,7 +14,16 @@ if TYPE_CHECKING:
 
 
 class WitCertError(Exception):
-    """Base of all deliberate errors; catch this to catch them all."""
+    """Base of all deliberate errors; catch this to catch them all.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> try:
+        ...     wc.RotarySpec(head_dim=0)
+        ... except wc.WitCertError as error:
+        ...     print(error)
+        head_dim is 0; it must be at least 1
+    """
 
 
 class InputError(WitCertError, ValueError):
@@ -22,15 +31,43 @@ class InputError(WitCertError, ValueError):
 
 
 class PolicyError(WitCertError, ValueError):
-    """A policy file is malformed or asks for a combination that has no meaning."""
+    """A policy file is malformed or asks for a combination that has no meaning.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> wc.load_policy("no/such/file.yaml")
+        Traceback (most recent call last):
+        ...
+        witcert_core.errors.PolicyError: no/such/file.yaml: cannot be read: No such file or directory
+    """
 
 
 class UnsupportedError(WitCertError):
-    """The engine, model or cache cannot be metered soundly, so it is refused."""
+    """The engine, model or cache cannot be metered soundly, so it is refused.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> policy = wc.Policy(version=1, quantizer={"name": "none"}, gate={"on_exhausted": "abort"})
+        >>> try:
+        ...     wc.meter(None, policy=policy)
+        ... except wc.UnsupportedError as error:
+        ...     print(str(error).partition(",")[0])
+        gate.on_exhausted is 'abort'
+    """
 
 
 class QuantizerError(WitCertError, ValueError):
-    """A quantizer is unknown, has bad parameters, or returned something unusable."""
+    """A quantizer is unknown, has bad parameters, or returned something unusable.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> @wc.quantizer("Not A Name")
+        ... def halves(x):
+        ...     return x / 2
+        Traceback (most recent call last):
+        ...
+        witcert_core.errors.QuantizerError: cannot register __main__.halves: name is 'Not A Name'; expected ...
+    """
 
 
 class BudgetError(WitCertError, ValueError):
@@ -42,7 +79,15 @@ class VectorFileError(WitCertError, ValueError):
 
 
 class PluginError(WitCertError):
-    """A plugin distribution cannot be loaded, or implements a hook that does not exist."""
+    """A plugin distribution cannot be loaded, or implements a hook that does not exist.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> wc.register(int)
+        Traceback (most recent call last):
+        ...
+        witcert_core.errors.PluginError: cannot register <class 'int'>: it is no subclass of ...
+    """
 
 
 class ReportError(WitCertError):

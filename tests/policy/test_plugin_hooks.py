@@ -224,7 +224,7 @@ def test_a_gate_that_asks_for_what_no_policy_has_is_named() -> None:
 
 
 def test_observer_wrappers_are_refused(install: Install) -> None:
-    source = "from witcert_core import hookimpl\n@hookimpl(wrapper=True)\ndef witcert_on_cell(event):\n    yield"
+    source = "import pluggy\n@pluggy.HookimplMarker('witcert')(wrapper=True)\ndef witcert_on_cell(event):\n    yield"
     manager = load(install("plug_wrap", source))
     with pytest.raises(PluginError, match="witcert_on_cell cannot be a wrapper"):
         cell_observers(manager)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import inspect
 import re
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import witcert_core
+from witcert_core.policy.gate_registry import GateRegistry
+from witcert_core.quantizers import REGISTRY, QuantizerRegistry
 
 
 def test_the_page_names_exactly_what_is_exported() -> None:
@@ -23,10 +26,31 @@ def test_the_page_names_exactly_what_is_exported() -> None:
     assert named == set(witcert_core.__all__)
 
 
+@pytest.fixture
+def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies, so that what an example registers is forgotten after it."""
+    quantizers, gates = QuantizerRegistry(), GateRegistry()
+    for name in REGISTRY.names():
+        quantizers.register(REGISTRY.cls(name))
+    for module in ("policy.plugins", "quantizers.function"):
+        monkeypatch.setattr(f"witcert_core.{module}.REGISTRY", quantizers)
+    monkeypatch.setattr("witcert_core.policy.plugins.GATES", gates)
+
+
 @pytest.mark.parametrize("name", witcert_core.__all__)
-def test_every_name_is_documented(name: str) -> None:
+@pytest.mark.usefixtures("registries")
+def test_every_name_is_documented_with_an_example_that_runs(name: str) -> None:
     thing = getattr(witcert_core, name)
-    assert name == "hookimpl" or len(inspect.getdoc(thing) or "") > 20
+    assert len((inspect.getdoc(thing) or "").partition("Example:")[0]) > 20
+    finder = doctest.DocTestFinder(recurse=False, exclude_empty=True)
+    examples = finder.find(thing, name, module=False, globs={"__name__": "__main__"})
+    assert examples, f"{name} has no example in its docstring"
+    if name == "meter":
+        pytest.importorskip("transformers", reason="its example meters a model of transformers; run by tests/evaluate")
+    said: list[str] = []
+    failed, run = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(examples[0], out=said.append)
+    assert run
+    assert not failed, "".join(said)
 
 
 def test_nothing_public_is_missing_from_all() -> None:

@@ -21,6 +21,11 @@ class AttentionSpec:
         window_left: a row sees its own token and this many before it; negative for no window.
         sinks: ``[H]`` learned sink logits, or None.
         arithmetic: of the kernel that attends; None for the least exact one that the dtypes allow.
+
+    Example:
+        >>> import torch, witcert_core as wc
+        >>> wc.AttentionSpec(sm_scale=0.125, window_left=2).visible(torch.arange(10))
+        tensor([7, 8, 9])
     """
 
     sm_scale: float

@@ -216,6 +216,13 @@ class CellBatch:
         floor: ``[R, H]`` TV is at least this; 0 where the residuals have no sketch.
         excess: ``[R, H]`` how much further the engine's output is from attention over what is stored than its kernel's
             rounding may take it, NaN where not audited, or ``None``. Above 0 the bound is of other weights than served.
+
+    Example:
+        >>> import torch, witcert_core as wc
+        >>> @wc.hookimpl
+        ... def witcert_on_cell(event):
+        ...     cells: wc.CellBatch = event.cells
+        ...     print(f"{int((cells.meter[event.row] <= 0.2).sum())} of {cells.num_heads} heads within 0.2")
     """
 
     acc: Tensor

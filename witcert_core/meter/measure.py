@@ -67,6 +67,28 @@ def measure(
 
     Raises:
         InputError: shapes that do not fit, a row that sees nothing, an unknown form, an audit without keys.
+
+    Example:
+        >>> import torch, witcert_core as wc
+        >>> k, v, q = torch.randn(3, 20, 2, 16).unbind(0)
+        >>> stored = (k * 8).round() / 8  # what a cache made of the keys; values are exact here
+        >>> class Errors:
+        ...     def key_radius(self, q, slots, sm_scale, delta_loc):
+        ...         error = (stored - k)[slots].double().norm(dim=-1).mT.repeat_interleave(len(q) // 2, 0)
+        ...         return sm_scale * q.norm(dim=-1, keepdim=True) * error
+        ...     def value_radius(self, slots):
+        ...         return torch.zeros(len(slots), 2, dtype=torch.float64)
+        ...     def residuals(self, slots):
+        ...         return None
+        ...     def exact_heads(self, slots):
+        ...         return torch.zeros(len(slots), 2, dtype=torch.bool)
+        >>> cells = wc.measure(
+        ...     q[:1], stored, v, kv_indptr=torch.tensor([0, 20]), kv_indices=torch.arange(20),
+        ...     spec=wc.AttentionSpec(0.25), radii=Errors(), delta_loc=[0.0],
+        ...     exact_k=k, audit_rows=torch.tensor([True]),
+        ... )
+        >>> bool((cells.tv_audit <= cells.meter).all())
+        True
     """
     _check(q, k_cache, v_cache, kv_indptr, kv_indices, delta_loc)
     bounds = kv_indptr.tolist()

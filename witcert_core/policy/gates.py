@@ -24,7 +24,13 @@ Action = Literal["accept", "repair", "give_up"]
 
 
 class CellStatus(IntEnum):
-    """What may be said of a cell once the gate is done."""
+    """What may be said of a cell once the gate is done.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> wc.CellStatus(1).name
+        'WITHIN_TARGET'
+    """
 
     OBSERVED = 0
     """Measured; nothing was promised."""
@@ -54,6 +60,14 @@ class GateState:
         bytes_left: page-in budget that remains, ``None`` for no limit.
         value_risk: ``[N]`` ``sum p~ rho / ||o~||``, counted when only the output target is missed.
         out_least: ``[C]`` what of ``out_rel`` no repair takes away, the attention kernel's own arithmetic.
+
+    Example:
+        >>> import torch, witcert_core as wc
+        >>> one, no = torch.tensor([0.7]), torch.tensor([False])
+        >>> state = wc.GateState(one, one, one, one, block_risk=one, repaired=no, available=~no, block_bytes=4096)
+        >>> policy = wc.Policy(version=1, quantizer={"name": "int4_token_group"}, gate={"kind": "certified"})
+        >>> policy.resolved_gate.decide(state).action
+        'repair'
     """
 
     meter: Tensor
@@ -77,6 +91,12 @@ class GateDecision:
         action: ``accept`` (nothing more to do), ``repair`` (make ``block`` exact, evaluate, ask again) or
             ``give_up`` (some cell stays above its target; ``reason`` says why).
         status: int64 ``[C]`` of :class:`CellStatus`; of use once the action is not ``repair``.
+
+    Example:
+        >>> import torch, witcert_core as wc
+        >>> status = torch.tensor([wc.CellStatus.WITHIN_TARGET, wc.CellStatus.ABOVE_TARGET])
+        >>> wc.GateDecision("repair", status, block=3).block
+        3
     """
 
     action: Action
@@ -87,7 +107,30 @@ class GateDecision:
 
 class Gate(Protocol):
     """What decides which blocks are made exact: a frozen dataclass; fields named as keys of the policy's `gate` section
-    get their values."""
+    get their values.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import torch, witcert_core as wc
+        >>> @wc.register
+        ... @dataclass(frozen=True)
+        ... class Strict:
+        ...     tau: float = 0.2
+        ...     name = "strict"
+        ...     repairs = True
+        ...     def decide(self, state):
+        ...         within = state.meter <= self.tau
+        ...         status = torch.where(within, wc.CellStatus.WITHIN_TARGET, wc.CellStatus.ABOVE_TARGET).long()
+        ...         if bool(within.all()):
+        ...             return wc.GateDecision("accept", status)
+        ...         closed = ~state.repaired & state.available
+        ...         poor = state.bytes_left is not None and state.bytes_left < state.block_bytes
+        ...         if poor or not bool(closed.any()):
+        ...             return wc.GateDecision("give_up", status, reason="nothing is left to repair")
+        ...         riskiest = torch.where(closed, state.block_risk, -1).argmax()
+        ...         return wc.GateDecision("repair", status, block=int(riskiest))
+        >>> wc.check_gate(Strict())
+    """
 
     name: ClassVar[str]
     repairs: ClassVar[bool]

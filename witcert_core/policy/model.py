@@ -166,7 +166,14 @@ class ReportSettings(_Section):
 
 
 class Policy(_Section):
-    """A checked policy. `Policy(...)` raises pydantic's error, `load_policy` and `parse_policy` ours."""
+    """A checked policy. `Policy(...)` raises pydantic's error, `load_policy` and `parse_policy` ours.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> policy = wc.Policy(version=1, quantizer={"name": "int8_dither"}, gate={"kind": "combined", "tau": 0.1})
+        >>> policy.stride, policy.sketch_bits, policy.tier
+        (1, 4, 'deterministic')
+    """
 
     version: Annotated[Literal[1], _NO_LOOKALIKE]
     quantizer: QuantizerSettings
@@ -367,7 +374,15 @@ def parse_policy(data: object, origin: str = "policy") -> Policy:
 
 
 def load_policy(path: str | Path) -> Policy:
-    """Read and check a policy file; PolicyError names the file, key path, value and what is allowed."""
+    """Read and check a policy file; PolicyError names the file, key path, value and what is allowed.
+
+    Example:
+        >>> import pathlib, tempfile, witcert_core as wc
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "policy.yaml"
+        >>> _ = file.write_text("version: 1\\nquantizer: {name: int4_token_group}\\n")
+        >>> wc.load_policy(file).quantizer.name
+        'int4_token_group'
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -25,6 +25,7 @@ from witcert_core.quantizers import REGISTRY, QuantizerRegistry
 from witcert_core.quantizers.base import Quantizer, Tier
 
 Class = TypeVar("Class", bound=type)
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,13 @@ class CellEvent:
 
     step counts the request's rows from 1; position is the row's token position; layer is a global id,
     and query head h of the batch is head_offset + h.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> @wc.hookimpl
+        ... def witcert_on_cell(event: wc.CellEvent):
+        ...     worst = event.cells.meter[event.row].max()
+        ...     print(event.request_id, event.layer, event.position, float(worst))
     """
 
     request_id: str
@@ -49,7 +57,19 @@ class CellEvent:
 PROJECT = "witcert"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
+_mark = pluggy.HookimplMarker(PROJECT)
+
+
+def hookimpl(function: Function) -> Function:
+    """Mark an observer: a function called `witcert_on_cell` or `witcert_report`, in what an entry point names.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> @wc.hookimpl
+        ... def witcert_report(summary):
+        ...     print(wc.render_sentence(summary))
+    """
+    return _mark(function)
 
 
 def register(cls: Class) -> Class:
@@ -58,6 +78,19 @@ def register(cls: Class) -> Class:
     Raises:
         QuantizerError: a quantizer that breaks the rules of its kind, or whose name is taken.
         PluginError: a gate that does, or a class that is neither.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import torch, witcert_core as wc
+        >>> @wc.register
+        ... @dataclass(frozen=True)
+        ... class Watch:
+        ...     name = "watch"
+        ...     repairs = False
+        ...     def decide(self, state):
+        ...         return wc.GateDecision("accept", torch.zeros_like(state.meter, dtype=torch.int64))
+        >>> wc.Policy(version=1, quantizer={"name": "none"}, gate={"kind": "watch"}).resolved_gate
+        Watch()
     """
     if isclass(cls) and issubclass(cls, Quantizer):
         REGISTRY.register(cls)

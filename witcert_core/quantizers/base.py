@@ -33,6 +33,12 @@ class QuantContext:
     storage_dtype: the dtype the cache keeps the result in (the caller casts to it afterwards).
     pass_ids [N] int64 and dither_key: only there for dithered quantizers.
     state [N, H, W] float32: only there for calibrated ones, what `calibrate` made of each token's own request.
+
+    Example:
+        >>> import torch, witcert_core as wc
+        >>> ctx = wc.QuantContext((0, 1), 64, wc.RotarySpec(64), torch.bfloat16)
+        >>> ctx.head_ids, ctx.pass_ids
+        ((0, 1), None)
     """
 
     head_ids: tuple[int, ...]
@@ -58,6 +64,18 @@ class Quantizer(ABC):
       kinds_alike     whether values are quantized as keys are: both of a token may then come as two tokens of kind
                       "k" in one call; only for quantizers of post-RoPE keys that take each token by itself
       stored_witness  whether the cache keeps one residual norm per group beside the codes
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import witcert_core as wc
+        >>> @wc.register
+        ... @dataclass(frozen=True)
+        ... class Rounded(wc.Quantizer):
+        ...     name = "rounded"
+        ...     step: float = 0.125
+        ...     def fake_quantize(self, x, *, kind, layer, positions, ctx):
+        ...         return (x / self.step).round().clamp(-127, 127) * self.step
+        >>> wc.check_quantizer(Rounded())
     """
 
     name: ClassVar[str]
@@ -102,7 +120,14 @@ class Quantizer(ABC):
 
 @dataclass(frozen=True)
 class Encoded:
-    """The packed form of a dithered tensor and what it decodes to."""
+    """The packed form of a dithered tensor and what it decodes to.
+
+    Example:
+        >>> import torch, witcert_core as wc
+        >>> codes, scales = torch.ones(1, 2, 64, dtype=torch.int8), torch.full((1, 2, 2), 0.5).half()
+        >>> wc.Encoded(codes, scales, codes * 0.5).values[0, 0, 0].item()
+        0.5
+    """
 
     codes: Tensor  # [N, H, D] int8
     scales: Tensor  # [N, H, G] float16, rounded up
@@ -111,7 +136,14 @@ class Encoded:
 
 @dataclass(frozen=True)
 class DitheredQuantizer(Quantizer):
-    """A quantizer with subtractive dither, whose error law gives radii without a stored witness."""
+    """A quantizer with subtractive dither, whose error law gives radii without a stored witness.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> policy = wc.Policy(version=1, quantizer={"name": "int8_dither"})
+        >>> isinstance(policy.resolved_quantizer, wc.DitheredQuantizer), policy.tier
+        (True, 'probabilistic')
+    """
 
     tier: ClassVar[Tier] = "probabilistic"
 
@@ -128,6 +160,20 @@ class CalibratedQuantizer(Quantizer):
     """A quantizer whose codes depend on the first `calibration_tokens` tokens of the request, and on nothing else.
 
     Requests that share these tokens share the state. Give `calibration_tokens` as a field with a default.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import witcert_core as wc
+        >>> @dataclass(frozen=True)
+        ... class Peaks(wc.CalibratedQuantizer):
+        ...     name = "peaks"
+        ...     calibration_tokens: int = 16
+        ...     def calibrate(self, x, *, kind, layer, positions, ctx):
+        ...         return x.abs().amax(dim=(0, 2))[:, None].nan_to_num(1.0, 1.0).clamp(min=1e-6)
+        ...     def fake_quantize(self, x, *, kind, layer, positions, ctx):
+        ...         step = ctx.state / 7
+        ...         return (x / step).round().clamp(-7, 7) * step
+        >>> wc.check_quantizer(Peaks())
     """
 
     state: ClassVar[State] = "request"
@@ -149,6 +195,11 @@ class Part:
     """One of the tensors a cache would keep: values [ROWS, H, ...], each element in `bits` bits.
 
     ROWS is N, or N / token_group for what a group shares. Integers below 2^bits, or floats of that width.
+
+    Example:
+        >>> import torch, witcert_core as wc
+        >>> wc.Part(torch.zeros(10, 2, 64, dtype=torch.uint8), bits=4).nbytes
+        640
     """
 
     values: Tensor
@@ -167,6 +218,21 @@ class CodedQuantizer(Quantizer):
     """A quantizer that says what it would store: `decode` must get along with what `encode` made.
 
     So its number of bytes can be counted, and `fake_quantize` cannot keep more than that.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import torch, witcert_core as wc
+        >>> @dataclass(frozen=True)
+        ... class Signs(wc.CodedQuantizer):
+        ...     name = "signs"
+        ...     def encode(self, x, *, kind, layer, positions, ctx):
+        ...         size = x.abs().amax(-1).clamp(max=65504).half()
+        ...         return {"sign": wc.Part((x < 0).to(torch.uint8), 1), "size": wc.Part(size, 16)}
+        ...     def decode(self, parts, *, kind, layer, positions, ctx):
+        ...         return parts["size"].values.float()[..., None] * (1 - 2.0 * parts["sign"].values)
+        ...     def bytes_per_token_head(self, head_dim):
+        ...         return 2.0 * (-(-head_dim // 8) + 2)
+        >>> wc.check_quantizer(Signs())
     """
 
     @property

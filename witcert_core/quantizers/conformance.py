@@ -33,6 +33,16 @@ def check_quantizer(quantizer: Quantizer, head_dim: int = 128, num_heads: int = 
     token alone as in any batch, and for a head alone as on any tensor-parallel rank; a NaN or Inf confined to
     its own token (group) and head; a plausible number of bytes. Of a calibrated one also its state, of a coded one
     that its codes fit their bits and take the bytes it declares.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> @wc.quantizer("nosy")
+        ... def nosy(x):
+        ...     return x - x.mean()
+        >>> wc.check_quantizer(wc.Policy(version=1, quantizer={"name": "nosy"}).resolved_quantizer)
+        Traceback (most recent call last):
+        ...
+        witcert_core.errors.QuantizerError: quantizer 'nosy', head_dim 128, kind 'k': ...
     """
     try:
         case = _Case(quantizer, head_dim, num_heads)

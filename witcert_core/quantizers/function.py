@@ -26,6 +26,15 @@ def quantizer(
     f takes x [N, H, D] float32, its own copy, and returns what the cache would give back. It may ask for any
     of the keywords kind, layer, positions, ctx; its other keyword-only arguments become `quantizer.params`.
     bytes: bytes of K and V together for one token and KV head, a number or a function of head_dim.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> @wc.quantizer("halves", bytes=lambda head_dim: 2.0 * head_dim)
+        ... def halves(x, *, step: float = 0.5):
+        ...     return (x / step).round().clamp(-127, 127) * step
+        >>> policy = wc.Policy(version=1, quantizer={"name": "halves", "params": {"step": 0.25}})
+        >>> policy.resolved_quantizer.bytes_per_token_head(128)
+        256.0
     """
 
     def register(function: Function) -> Function:

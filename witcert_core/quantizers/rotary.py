@@ -26,6 +26,11 @@ class RotarySpec:
 
     Raises:
         InputError: ``rotary_dim`` odd, negative or larger than ``head_dim``.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> wc.RotarySpec(head_dim=128, rotary_dim=64).dim
+        64
     """
 
     head_dim: int

@@ -41,6 +41,14 @@ class RequestLedger:
     num_qo_heads: query heads of this rank; the first one has the global id head_offset.
     layers_excluded: layer -> why its cells are not measured although they exist; they count as unknown.
     layers_exempt: layer -> why it has no cell at all (no attention, its own engine path); not counted.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> policy = wc.Policy(version=1, quantizer={"name": "int4_token_group"})
+        >>> ledger = wc.RequestLedger(policy, engine="mine", num_layers=2, num_qo_heads=4)
+        >>> ledger.count_unknown("request-1", 3, "stride")
+        >>> ledger.finish("request-1", "stop")["cells_unknown"]
+        24
     """
 
     def __init__(

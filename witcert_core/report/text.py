@@ -23,7 +23,16 @@ _VERDICTS = {
 
 
 def render_sentence(summary: Mapping[str, Any]) -> str:
-    """What the meter saw of a request (schema witcert.request/1), in one sentence."""
+    """What the meter saw of a request (schema witcert.request/1), in one sentence.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> policy = wc.Policy(version=1, quantizer={"name": "int4_token_group"})
+        >>> ledger = wc.RequestLedger(policy, engine="mine", num_layers=2, num_qo_heads=4)
+        >>> ledger.count_unknown("request-1", 3, "stride")
+        >>> print(wc.render_sentence(ledger.summary("request-1")).partition(";")[0])
+        request request-1 (int4_token_group on mine): nothing was measured (stride: 24)
+    """
     who = f"request {summary['request_id']} ({summary['quantizer']} on {summary['engine']})"
     measured, exact, unknown = summary["cells_measured"], summary["cells_exact"], summary["cells_unknown"]
     if not measured and not exact:
@@ -51,7 +60,16 @@ def render_sentence(summary: Mapping[str, Any]) -> str:
 
 
 def render_table(summary: Mapping[str, Any]) -> Table:
-    """Layer by query head: worst bound, green up to tau, yellow above, red if it says nothing, = exact, ? unknown."""
+    """Layer by query head: worst bound, green up to tau, yellow above, red if it says nothing, = exact, ? unknown.
+
+    Example:
+        >>> import witcert_core as wc
+        >>> policy = wc.Policy(version=1, quantizer={"name": "int4_token_group"})
+        >>> ledger = wc.RequestLedger(policy, engine="mine", num_layers=2, num_qo_heads=4)
+        >>> ledger.count_unknown("request-1", 3, "stride")
+        >>> wc.render_table(ledger.summary("request-1")).row_count
+        2
+    """
     tau = summary["tau"]
     grid = summary["worst_by_layer_head"]
     title = f"worst bound by layer and query head, tau {tau:g}"
