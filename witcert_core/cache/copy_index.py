@@ -64,11 +64,11 @@ class CopyIndex:
         return (self.rows(slots) != NO_COPY).to(slots.device)
 
     def drop(self, slots: Tensor) -> None:
-        """Forget what was kept of `slots`: something else is in them now."""
+        """Forget what was kept of `slots` [N]: something else is in them now."""
         self._release(_on_host(slots))
 
     def touch(self, slots: Tensor) -> None:
-        """Count the rows of `slots` as used now: a request being served reads them."""
+        """Count what is kept of `slots` [N] as used now: a request being served reads them."""
         rows = self.rows(slots)
         self._used[rows[rows != NO_COPY]] = self._clock
 

@@ -91,7 +91,7 @@ class PackedLayer:
         return half_step_radius(self.v_scale[slots], self.v.shape[-1])
 
     def residuals(self, slots: Tensor) -> None:
-        """The packed cache keeps no sketch."""
+        """None for any `slots` [S]: the packed cache keeps no sketch."""
         return None
 
     def exact_heads(self, slots: Tensor) -> Tensor:
@@ -152,10 +152,10 @@ class PackedKV:
         return target.channels
 
     def write(self, layer: int, slots: Tensor, exact_k: Tensor, exact_v: Tensor, k: Encoded, v: Encoded) -> None:
-        """Store N tokens: codes, scales, and the witness and outliers of the keys if the layout has them.
+        """Store the tokens of `slots` [N]: codes, scales, and the keys' witness and outliers if the layout has them.
 
-        k: of `to_encode(layer, exact_k)`. Raises InputError for codes that are not what their scales promise: the
-        cache reads them with those scales.
+        exact_k [N, Hkv, D], exact_v [N, Hkv, Dv]; k: of `to_encode(layer, exact_k)`. Raises InputError for codes that
+        are not what their scales promise: the cache reads them with those scales.
         """
         whole_k, exact_k = exact_k, self.to_encode(layer, exact_k)
         for name, coded, exact in (("keys", k, exact_k), ("values", v, exact_v)):

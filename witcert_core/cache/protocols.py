@@ -21,7 +21,7 @@ class SlotErrors(Radii, Protocol):
         ...
 
     def mark_exact(self, slots: Tensor) -> None:
-        """What is read from `slots` is now what the run handed over."""
+        """What is read from `slots` [N] is now what the run handed over."""
         ...
 
 
@@ -39,7 +39,7 @@ class Pool(Protocol):
         ...
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store all heads of `slots`."""
+        """Store all heads of `slots` [S]."""
         ...
 
     def restore(self, layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:

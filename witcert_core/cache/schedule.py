@@ -170,7 +170,7 @@ class PendingTokens:
                 self._is_anchor[slot] = True
 
     def overwritten(self, slots: Tensor) -> None:
-        """Something unknown is in `slots`: it counts as closed, nothing in it is exact."""
+        """Something unknown is in `slots` [N]: it counts as closed, nothing in it is exact."""
         self.closed[slots] = True
         self._drop(slots)
 

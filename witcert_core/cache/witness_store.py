@@ -158,13 +158,13 @@ class WitnessStore:
             side.remember(piece)
 
     def keep(self, layer: int, slots: Tensor, exact_k: Tensor, exact_v: Tensor) -> None:
-        """Keep the exact tensors of `slots` for audits, if this store keeps any."""
+        """Keep exact K [N, Hkv, D] and V [N, Hkv, Dv] of `slots` [N] for audits, if this store keeps any."""
         if layer in self.exact_k:
             self.exact_k[layer][slots] = exact_k.to(self.storage_dtype)
             self.exact_v[layer][slots] = exact_v.to(self.storage_dtype)
 
     def move(self, target: Tensor, source: Tensor) -> None:
-        """The engine copied rows of its pool, all layers: `source` [N] onto `target` [N]; what is known goes along."""
+        """The engine copied slots of its pool, all layers: `source` [N] onto `target` [N]; what is known goes along."""
         with self._void_if_it_fails(self._layers, target):
             for layer in self._layers:
                 for tensor in self._settled(layer).tensors():
@@ -173,11 +173,11 @@ class WitnessStore:
             kept[target] = kept[source]
 
     def mark_exact(self, layer: int, slots: Tensor) -> None:
-        """The pool holds exactly what the run handed over in `slots` (radius 0)."""
+        """The pool holds exactly what the run handed over in `slots` [N] (radius 0)."""
         with self._void_if_it_fails([layer], slots):
             self._settled(layer).fill(slots, EXACT_CODE)
 
     def mark_unknown(self, layer: int, slots: Tensor) -> None:
-        """Nothing is known about `slots` any more (radius infinity)."""
+        """Nothing is known about `slots` [N] any more (radius infinity)."""
         with self._void_if_it_fails([layer], slots):
             self._settled(layer).fill(slots, UNKNOWN_CODE)

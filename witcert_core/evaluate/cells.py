@@ -170,7 +170,7 @@ def label(delta: float) -> str:
 
 
 def coverage(bound: Tensor, taus: Sequence[float]) -> list[float | None]:
-    """Share of the cells certified at each tau: bound at most tau; None of no cell."""
+    """Share of the cells [C] certified at each tau: bound at most tau; None of no cell."""
     return [float((bound <= tau).double().mean()) if bound.numel() else None for tau in taus]
 
 

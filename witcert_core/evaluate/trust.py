@@ -71,7 +71,7 @@ def pooled(
 
 
 def looseness(meter: Tensor, tv: Tensor) -> list[dict[str, Any]]:
-    """By bins of the true TV: cells, quantiles of meter / TV, and the share the meter says nothing about."""
+    """Of cells [C], by bins of the true TV: how many, quantiles of meter / TV, and the share bounded by 1 alone."""
     rows = []
     for low, high in pairwise(TV_BINS):
         inside = (tv > low) & (tv <= high) if low > 0 else tv <= high
@@ -92,7 +92,7 @@ def looseness(meter: Tensor, tv: Tensor) -> list[dict[str, Any]]:
 
 
 def verdicts(meter: Tensor, floor: Tensor, tv: Tensor) -> dict[str, Any]:
-    """Of the cells within tau, those certified; of the ones above it, those certified (none) and those proved damaged.
+    """Of the cells [C] within tau, those certified; of those above it, the certified (none) and the proved damaged.
 
     A cell that is neither certified nor proved damaged is one the meter leaves open.
     """
@@ -126,7 +126,7 @@ def ranking_scores(table: CellTable, num_samples: int) -> dict[str, list[float]]
 
 
 def points(meter: Tensor, tv: Tensor) -> dict[str, list[float]]:
-    """Cells for the plot, evenly picked when there are many; the same ones every time."""
+    """Of cells [C] those for the plot, evenly picked when there are many; the same ones every time."""
     step = max(1, -(-len(tv) // MOST_POINTS))
     return {"tv": [round(x, 9) for x in tv[::step].tolist()], "meter": [round(x, 9) for x in meter[::step].tolist()]}
 

@@ -20,7 +20,7 @@ UNKNOWN = "unknown"
 
 
 def counter_of(counters: Tensor | None, layer: int) -> Tensor | None:
-    """The one entry of ``counters`` int64 ``[layers]`` that a launch adds to."""
+    """The one entry of ``counters`` int64 ``[LAYERS]`` that a launch adds to."""
     if counters is None:
         return None
     check_vector("counters", counters, counters.numel(), torch.int64)
@@ -33,7 +33,7 @@ def advanced(before: Sequence[int] | Tensor, after: Sequence[int] | Tensor, expe
     """Status of each layer's cells between two readings of the counters: ``measured`` or ``unknown``.
 
     Args:
-        before, after: the counters ``[layers]`` read (a tensor is copied to the host here) before and after
+        before, after: the counters ``[LAYERS]`` read (a tensor is copied to the host here) before and after
             the steps in question.
         expected: cells each layer must have measured in between; 0 for a layer that was not to be metered.
 

@@ -14,7 +14,10 @@ SUM_UP = 1.0 + 2.0**-40
 
 
 def contract_up(per_query: Tensor, per_token: Tensor, sm_scale: float) -> Tensor:
-    """``|sm_scale| * sum_b x[h, b] y[s, h // G, b]`` rounded up; infinite if a term is not finite."""
+    """``|sm_scale| * sum_b x[h, b] y[s, h // G, b]``, ``[H, S]`` of ``x [H, B]`` and ``y [S, Hkv, B]``, float64.
+
+    Rounded up; infinite if a term is not finite.
+    """
     grouped = by_kv_head(per_query, per_token.shape[1], sm_scale)
     total = torch.einsum("kgb,skb->kgs", grouped, per_token).mul_(abs(sm_scale) * SUM_UP)
     # All terms are non-negative, so their sum is finite only if each is.

@@ -119,12 +119,12 @@ def weight_error(omega: Tensor, num_tokens: Tensor | int, arithmetic: KernelArit
 
 
 def odds_moved(omega: Tensor, num_tokens: Tensor) -> Tensor:
-    """``tanh(omega / 2)`` for the largest omega of each cell, with what rescaling a cell's weights adds to it."""
+    """``tanh(omega / 2)`` for the largest omega of each cell ``[...]``, with what rescaling weights adds."""
     return torch.tanh(0.5 * (omega + num_tokens * RESCALE_FP32)) * _UP
 
 
 def lost_weight(num_tokens: Tensor, arithmetic: KernelArithmetic) -> Tensor:
-    """Share of the mass, ``S 2^-24``, that may be in weights too small for float16; 0 for wider ranges."""
+    """Share ``[...]`` of the mass, ``S 2^-24``, that may be in weights too small for float16; 0 for wider ranges."""
     return num_tokens * (2.0**-24 if torch.float16 in arithmetic.weights else 0.0)
 
 

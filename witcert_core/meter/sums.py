@@ -78,7 +78,7 @@ LEAST_RADIUS = 1e-30
 
 
 def floored_radius(radius: Tensor) -> Tensor:
-    """Radii with every positive one raised to at least :data:`LEAST_RADIUS`."""
+    """Radii ``[...]`` with every positive one raised to at least :data:`LEAST_RADIUS`."""
     return torch.where(radius > 0, radius.clamp(min=LEAST_RADIUS), radius)
 
 

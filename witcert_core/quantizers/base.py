@@ -268,7 +268,7 @@ def check_kinds_alike(quantizer: Quantizer) -> None:
 
 
 def check_input(name: str, x: Tensor, kind: str, positions: Tensor, ctx: QuantContext) -> None:
-    """Raise QuantizerError unless x, kind and positions are what fake_quantize promises its quantizer."""
+    """Raise QuantizerError unless x [N, H, D], kind and positions [N] are what fake_quantize promises its quantizer."""
     heads, dim = len(ctx.head_ids), ctx.head_dim
     if kind not in KINDS:
         raise QuantizerError(f"quantizer {name!r}: kind is {kind!r}; allowed: 'k', 'v'")

@@ -49,11 +49,11 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, i
     """Ten rounds of Philox4x32 (Salmon et al., SC 2011).
 
     Args:
-        counter: four int64 tensors that broadcast together, each holding uint32 values.
+        counter: four int64 ``[...]`` that broadcast together, each holding uint32 values.
         key: two uint32 values.
 
     Returns:
-        Four int64 tensors of uint32 values.
+        Four int64 ``[...]`` of uint32 values.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

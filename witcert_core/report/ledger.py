@@ -186,7 +186,7 @@ class RequestLedger:
         state.repaired_bytes += nbytes
 
     def count_verdict(self, request_id: str, status: Tensor) -> None:
-        """Count what a gate said of the cells it was asked about: int64 of gates.CellStatus, any shape."""
+        """Count what a gate said of the cells it was asked about: int64 [...] of gates.CellStatus."""
         verdicts = self._state(request_id).verdicts
         for code, count in enumerate(torch.bincount(status.flatten().cpu(), minlength=len(CellStatus)).tolist()):
             verdicts[CellStatus(code)] += count

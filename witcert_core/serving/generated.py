@@ -34,7 +34,7 @@ class GeneratedSlots:
             self._generated[slots] = torch.tensor(flags).to(slots.device)
 
     def among(self, slots: Tensor) -> bool:
-        """Whether some of `slots` hold a sampled token."""
+        """Whether some of `slots` [N] hold a sampled token."""
         return bool(self._generated[slots].any())
 
     def moved(self, target: Tensor, source: Tensor) -> None:

@@ -146,7 +146,7 @@ class SampledTokens:
         return found
 
     def drop(self, slots: Tensor) -> None:
-        """Something else is in `slots` now."""
+        """Something else is in `slots` [N] now."""
         if self._holds:
             self.index.drop(slots)
 

@@ -104,6 +104,7 @@ class CountingCache:
         self.length = length
 
     def update(self, key: Tensor, value: Tensor, _layer: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The new tokens' keys and values [1, Hkv, N, D], as they came."""
         return key, value
 
     def get_seq_length(self, _layer: int = 0) -> int:

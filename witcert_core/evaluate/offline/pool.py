@@ -20,12 +20,15 @@ class TensorPool:
         self._v = {i: torch.zeros(geometry.num_slots, heads, geometry.v_head_dim, dtype=dtype) for i in geometry.layers}
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """k [S, Hkv, D] and v [S, Hkv, Dv], copies, of `slots` [S]."""
         return self._k[layer][slots], self._v[layer][slots]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """k [S, Hkv, D] and v [S, Hkv, Dv] into `slots` [S]."""
         self._k[layer][slots] = k.to(self._k[layer])
         self._v[layer][slots] = v.to(self._v[layer])
 
     def restore(self, layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:
+        """k [S, D] and v [S, Dv] of one head into `slots` [S]."""
         self._k[layer][slots, head] = k.to(self._k[layer])
         self._v[layer][slots, head] = v.to(self._v[layer])

@@ -11,7 +11,8 @@ from witcert_core.quantizers.dither import dequantize_int8, group_witness_codes,
 
 
 def append_reference(key: Tensor, value: Tensor, cache: PackedCache, slot_mapping: Tensor, dither: DitherOf) -> None:
-    """The cache is written in place; tokens with a negative slot are skipped."""
+    """Tokens ``key [N, Hkv, D]``, ``value [N, Hkv, Dv]`` into ``slot_mapping [N]``; those with a negative slot are
+    skipped."""
     page_size = cache.page_size
     used = slot_mapping >= 0
     slots = slot_mapping[used]

@@ -53,7 +53,7 @@ class PackedCache:
         bypass: BypassedKeys | None,
         dtype: torch.dtype,
     ) -> PackedCache:
-        """For keys or queries of ``dtype``.
+        """For keys or queries of ``dtype``; scales ``[PAGES, PAGE, Hkv, Gr]``, ``head_ids [Hkv]``.
 
         Raises:
             InputError: shapes, strides or dtypes that do not fit together.
@@ -100,7 +100,7 @@ class PackedCache:
 
 
 def scale_words(scales: Tensor) -> Tensor:
-    """fp16 scales as the device's ``load_scales`` reads them: words of two where their number is even."""
+    """fp16 scales ``[..., Gr]`` as the device's ``load_scales`` reads them: words of two where their number is even."""
     return scales.view(torch.int32) if scales.shape[-1] % 2 == 0 else scales
 
 

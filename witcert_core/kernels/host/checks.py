@@ -21,7 +21,7 @@ def seed_of(key: DitherKey) -> int:
 
 
 def pass_bits(pass_ids: Tensor, num_slots: int) -> Tensor:
-    """Pass ids of all slots as int32 bits (uint32 is taken as it is; id 0 means never written)."""
+    """``[SLOTS]`` pass ids as int32 bits (uint32 is taken as it is; id 0 means never written)."""
     if pass_ids.dtype not in (torch.int32, torch.uint32) or pass_ids.dim() != 1 or not pass_ids.is_contiguous():
         raise InputError(
             f"pass_ids is {pass_ids.dtype} {tuple(pass_ids.shape)}; it must be contiguous uint32 or int32, 1-D"
@@ -61,7 +61,7 @@ def check_queries(q: Tensor, head_dim: int, kv_heads: int, rows: int | None) -> 
 
 
 def check_vector(name: str, tensor: Tensor | None, length: int, dtype: torch.dtype | None = None) -> None:
-    """Contiguous 1-D of ``length`` entries (and ``dtype``), or absent."""
+    """Contiguous ``[LENGTH]`` (and of ``dtype``), or absent."""
     if tensor is None:
         return
     wrong = tuple(tensor.shape) != (length,) or not tensor.is_contiguous()
@@ -73,13 +73,13 @@ def check_vector(name: str, tensor: Tensor | None, length: int, dtype: torch.dty
 
 
 def kernel_float(tensor: Tensor | None, name: str, length: int) -> Tensor | None:
-    """Numbers per head, checked, in fp32."""
+    """Numbers per head ``[LENGTH]``, checked, in fp32."""
     check_vector(name, tensor, length)
     return None if tensor is None else tensor.to(torch.float32)
 
 
 @functools.lru_cache(maxsize=32)
 def band_on(channel_band: Tensor, device: torch.device) -> Tensor:
-    """int32 copy of a band map on ``device``, made once: a copy from the host cannot be captured in a
+    """int32 copy of a band map ``[D]`` on ``device``, made once: a copy from the host cannot be captured in a
     graph."""
     return channel_band.to(device=device, dtype=torch.int32)

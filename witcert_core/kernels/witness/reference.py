@@ -18,7 +18,7 @@ def record_witness_reference(
     slot_mapping: Tensor,
     bands: BandMap,
 ) -> None:
-    """Side tensors by slot, written in place; negative slots are skipped."""
+    """``witness [SLOTS, Hkv, B]``, ``value_witness [SLOTS, Hkv]`` of tokens ``[N, Hkv, D]``; not of negative slots."""
     used = slot_mapping >= 0
     witness[slot_mapping[used]] = witness_codes(exact_k[used], stored_k[used], bands)
     value_witness[slot_mapping[used]] = value_codes(exact_v[used], stored_v[used])

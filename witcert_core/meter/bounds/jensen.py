@@ -17,7 +17,7 @@ from witcert_core.meter.bounds.shared import Fields, finish, read, unit_edges
 
 
 def gain_bound(f: Fields, low: Tensor, high: Tensor, cap: Tensor) -> Tensor:
-    """``N`` on the interval ``[low, high]`` of set masses, given an upper bound ``cap`` of ``u`` there.
+    """``N`` on the intervals from ``low`` to ``high`` of set masses, all ``[..., I]``, given a bound ``cap`` of ``u``.
 
     ``N`` is concave in ``u`` with its maximum at ``(1 - 2 alpha + eta) / 2``, hence the last cap.
     """

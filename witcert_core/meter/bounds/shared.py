@@ -73,7 +73,7 @@ def read(acc: Tensor) -> Fields:
 
 
 def finish(value: Tensor, vacuous: Tensor, when_vacuous: float = 1.0) -> Tensor:
-    """Round up, and answer vacuous or NaN cells with ``when_vacuous``."""
+    """Round ``[...]`` up, and answer vacuous or NaN cells with ``when_vacuous``."""
     return torch.where(vacuous | value.isnan(), when_vacuous, value * RESULT_UP)
 
 
