@@ -36,7 +36,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, zipfile.ZipFil
     for name, folder in FOLDERS.items():
         source = work / name
         source.mkdir()
-        for file in ("pyproject.toml", "README.md", "LICENSE"):
+        for file in ("pyproject.toml", "README.md", "LICENSE", "VERSION"):
             shutil.copyfile(folder / file, source / file)
         package = package_of(name)
         shutil.copytree(folder / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -57,12 +57,12 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_wheel_holds_its_package_and_nothing_else(name: str, wheels: dict[str, zipfile.ZipFile]) -> None:
-    """Every file of the package, data included, and the licence; no tests, no benchmarks."""
+    """Every file of the package, data included, and the licence; no tests, no benchmarks, no training."""
     package = FOLDERS[name] / package_of(name)
     wanted = {
         str(path.relative_to(package.parent))
         for path in package.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and not {"__pycache__", "training"} & set(path.parts)
     }
     held = {path for path in wheels[name].namelist() if ".dist-info/" not in path}
     assert held == wanted
