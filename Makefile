@@ -49,6 +49,8 @@ lint: $(ENVS)/core/.ready
 	$(CORE)/ruff check .
 	$(CORE)/ruff format --check --quiet .
 	$(CORE)/mypy
+	MYPYPATH=tests/sglang $(CORE)/mypy tests/sglang
+	MYPYPATH=tests/vllm $(CORE)/mypy tests/vllm
 
 lean: $(ENVS)/core/.lean
 	$(CORE)/python lean/checker/check_proofs.py

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from audits import audit_of
 from torch import Tensor
 
 from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
 from witcert_core.serving.device.engine import KernelEngine, engine_cache
 from witcert_core.serving.storage.engine import EngineCache
 
-from .audits import audit_of
 from .test_simulated import HKV, HQ, LAYER, SCALE, SLOTS, D, PlainPool, Served
 from .two_requests import Pass
 

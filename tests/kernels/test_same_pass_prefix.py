@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from audits import audit_of
 from torch import Tensor
 
 from witcert_core.cache.packed import PackedLayer
@@ -24,8 +25,6 @@ from witcert_core.serving.steps import StepCells
 from witcert_core.serving.storage.engine import EngineCache
 from witcert_core.serving.storage.packed import PackedStorage
 from witcert_core.serving.storage.simulated import SimulatedCache
-
-from .audits import audit_of
 
 D, SLOTS, SCALE = 32, 60, 32**-0.5
 FIRST = torch.arange(1, 17)  # slots that hold another text's keys when the pass begins

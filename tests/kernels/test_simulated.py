@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from audits import audit_of
 from torch import Tensor
 
 from witcert_core.meter.attention import AttentionSpec
@@ -20,7 +21,6 @@ from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.steps import StepCells
 from witcert_core.serving.storage.simulated import SimulatedCache
 
-from .audits import audit_of
 from .two_requests import Pass, TwoRequests
 
 HQ, HKV, D, SLOTS, LAYER = 4, 2, 64, 150, 0

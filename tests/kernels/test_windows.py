@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from audits import audit_of
 
 pytest.importorskip("sglang")
 sys.path.insert(0, str(Path(__file__).parents[1] / "sglang"))
@@ -23,8 +24,6 @@ from witcert_sglang.selfcheck import check_attention
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.serving.device.simulated import KernelSimulated
-
-from .audits import audit_of
 
 LEFT = 7  # what SGLang makes of a window of eight tokens
 

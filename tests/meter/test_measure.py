@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from audits import audit_of
 from torch import Tensor
 
 from witcert_core.cache import radii
@@ -85,11 +86,6 @@ class Joint(Store):
     def joint_key_radius(self, q: Tensor, slots: Tensor, sm_scale: float) -> Tensor:
         self.asked += 1
         return radii.radius_witness(q, self.codes[slots].flatten(1, 2), self.bands, sm_scale)
-
-
-def audit_of(cells: CellBatch) -> Tensor:
-    assert cells.tv_audit is not None
-    return cells.tv_audit
 
 
 def run(

@@ -36,7 +36,8 @@ class Metered:
     def generate(self, prompt: str, **sampling: Any) -> dict[str, Any]:
         body = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 8, **sampling}}
         with self.server.client() as client:
-            return client.post("/generate", json=body).raise_for_status().json()
+            answer: dict[str, Any] = client.post("/generate", json=body).raise_for_status().json()
+        return answer
 
 
 def check_recorded(case: str, metered: Metered) -> None:

@@ -23,8 +23,8 @@ from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.steps import StepCells
-from witcert_core.serving.storage.engine import EngineCache
 from witcert_core.serving.storage.packed import PackedStorage
+from witcert_core.serving.storage.simulated import SimulatedCache
 
 HQ, HKV, D, LAYERS, SLOTS = 4, 2, 64, 2, 200
 SCALE = D**-0.5
@@ -154,17 +154,25 @@ class Engine:
                 self.exact[layer][kind][i, p : p + n] = x.to(self.dtype).float().view(-1, HKV, D)[done : done + n]
             done += n
 
+    @property
+    def simulated(self) -> SimulatedCache:
+        """The cache of a storage that is the engine's own pool."""
+        assert isinstance(self.runtime.cache, SimulatedCache)
+        return self.runtime.cache
+
+    @property
+    def packed(self) -> PackedStorage:
+        """The cache of a packed storage."""
+        assert isinstance(self.runtime.cache, PackedStorage)
+        return self.runtime.cache
+
     def stored(self, layer: int, request: int, count: int) -> tuple[Tensor, Tensor]:
         """What the pool holds for the first `count` tokens of a request."""
         slots = self.requests.req_to_token[self.rows[request], :count].long()
         if self.pool.dtype == torch.int8:
-            packed = self.runtime.cache
-            assert isinstance(packed, PackedStorage)
-            return (packed.repaired or packed.cache).read(layer, slots)
+            return (self.packed.repaired or self.packed.cache).read(layer, slots)
         if self.runtime.policy.meters_engine:
-            engines = self.runtime.cache
-            assert isinstance(engines, EngineCache)
-            k, v = engines.pool.read(layer, slots)
+            k, v = self.simulated.pool.read(layer, slots)
             return k.float(), v.float()
         return self.pool.get_key_buffer(layer)[slots].float(), self.pool.get_value_buffer(layer)[slots].float()
 

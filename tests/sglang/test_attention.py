@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from audits import audit_of
 from engine import HKV, HQ, LAYERS, D, Engine, attention, gated
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
@@ -27,7 +28,7 @@ def test_an_error_of_the_model_is_what_its_user_reads() -> None:
 
     engine = Engine("int8_token_group")
     engine.step([9, 7], ForwardMode.EXTEND)
-    layer, engine.layers[1] = engine.layers[1], raising  # type: ignore[call-overload]
+    layer, engine.layers[1] = engine.layers[1], raising
     with pytest.raises(ValueError, match="this layer cannot multiply"):
         engine.step([1, 1], ForwardMode.DECODE)
     assert not engine.runtime.in_pass
@@ -63,7 +64,7 @@ def check_decode(name: str, engine: Engine, dtype: torch.dtype) -> None:
             tv = (exact - compressed).abs().sum(-1) / 2
             assert (tv <= cells.meter[i]).all()
             assert ((exact_out - out).norm(dim=-1) <= cells.out_bound[i]).all()
-            assert (cells.tv_audit[i] <= cells.meter[i]).all()
+            assert (audit_of(cells)[i] <= cells.meter[i]).all()
             if name == "none":
                 assert (cells.meter[i] < (0.01 if dtype == torch.bfloat16 else 1e-3)).all()
             else:
@@ -83,7 +84,7 @@ def test_rounding_to_the_pools_dtype_is_no_part_of_the_error(name: str) -> None:
         for channel in range(D):
             q = torch.zeros(HQ, D, dtype=torch.float64)
             q[:, channel] = 1.0
-            radius = engine.runtime.cache.store[0].key_radius(q, slots, 1.0, 0.0)
+            radius = engine.simulated.store[0].key_radius(q, slots, 1.0, 0.0)
             assert (error[:, :, channel].T.repeat_interleave(HQ // HKV, 0) <= radius).all()
 
 
@@ -104,7 +105,7 @@ def test_chunk_exact_reads_its_own_keys_exactly_and_leaves_quantized_ones() -> N
     assert [(row.request, row.position) for row in step.rows] == [(0, p) for p in range(5, 9)] + [
         (1, p) for p in range(9, 12)
     ]
-    assert all((cells.tv_audit <= cells.meter).all() for cells in step.layers.values())
+    assert all((audit_of(cells) <= cells.meter).all() for cells in step.layers.values())
 
 
 def test_first_chunk_reads_no_quantized_key() -> None:
@@ -146,20 +147,24 @@ def test_decode_rows_inside_a_mixed_chunk_are_metered() -> None:
 def test_a_reused_slot_forgets_its_former_token() -> None:
     engine = Engine("fp8_e4m3_cast")
     engine.step([5, 9], ForwardMode.EXTEND)
-    before = engine.runtime.cache.store[0].witness.clone()
+    witness = engine.simulated.store[0].witness
+    assert witness is not None
+    before = witness.clone()
     engine.lens = [0, 0]
     engine.step([5, 9], ForwardMode.EXTEND)
     slots = engine.requests.req_to_token[engine.rows[0], :5].long()
-    assert not torch.equal(engine.runtime.cache.store[0].witness[slots], before[slots])
+    witness = engine.simulated.store[0].witness
+    assert witness is not None
+    assert not torch.equal(witness[slots], before[slots])
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
-    assert (step.layers[0].tv_audit <= step.layers[0].meter).all()
+    assert (audit_of(step.layers[0]) <= step.layers[0].meter).all()
 
 
 def test_a_slot_written_behind_the_meter_is_unknown() -> None:
     engine = Engine("int8_token_group")
     engine.step([5, 9], ForwardMode.EXTEND)
     stranger = engine.requests.req_to_token[engine.rows[0], 2:3].long()
-    engine.runtime.cache.store.mark_unknown(0, stranger)
+    engine.simulated.store.mark_unknown(0, stranger)
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
     assert (step.layers[0].meter[0] == 1).all()
     assert (step.layers[0].meter[1] < 1).all()
@@ -188,7 +193,8 @@ def test_a_fused_write_is_refused() -> None:
     attend = engine.backend.forward
 
     def without_saving(q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, *_args: Any, **_kw: Any) -> Tensor:
-        return attend(q, k, v, layer, batch, save_kv_cache=False)
+        out: Tensor = attend(q, k, v, layer, batch, save_kv_cache=False)
+        return out
 
     engine.backend.forward = without_saving
     with pytest.raises(UnsupportedError, match="fused write"):
@@ -226,10 +232,11 @@ def test_rows_the_engine_moves_keep_what_is_known() -> None:
     step, queries, _ = engine.step([1, 1], ForwardMode.DECODE)
     for layer in range(LAYERS):
         _, compressed = attention(queries[layer][1], *engine.stored(layer, 1, 15))
-        _, exact = attention(queries[layer][1], *(engine.exact[layer][kind][1, :15] for kind in "kv"))
+        _, exact = attention(queries[layer][1], engine.exact[layer]["k"][1, :15], engine.exact[layer]["v"][1, :15])
         assert ((exact - compressed).abs().sum(-1) / 2 <= step.layers[layer].meter[1]).all()
         assert (step.layers[layer].meter[1] < 1).all()
-    assert not engine.runtime.cache.copies.has(new).any()
+    assert engine.simulated.copies is not None
+    assert not engine.simulated.copies.has(new).any()
 
 
 def test_rows_restored_from_elsewhere_are_unknown() -> None:

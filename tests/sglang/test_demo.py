@@ -25,8 +25,10 @@ def start(logs: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     env = {**os.environ, "WITCERT_TEST_DEMO": mark}
     command = [sys.executable, "-m", "witcert_demo", "--logs", str(logs), *options]
-    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=env, preexec_fn=hear_ctrl_c, **out), mark
+    process = subprocess.Popen(
+        command, env=env, preexec_fn=hear_ctrl_c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return process, mark
 
 
 def marked(mark: str) -> list[psutil.Process]:

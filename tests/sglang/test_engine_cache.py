@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from audits import audit_of
 from conftest import Metered, ask_many, check_recorded, samples_of_each_task, write_policy
 from engine import LAYERS, Engine, attention
 from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock16KVCacheMethod, NVFP4KVCacheMethod
@@ -45,12 +46,12 @@ def test_what_the_pool_stores_is_bounded(pool: str, model: torch.dtype) -> None:
         for i, count in enumerate(engine.lens):
             q = queries[layer][i].to(model).float()
             out, compressed = attention(q, *engine.stored(layer, i, count))
-            exact_out, exact = attention(q, *(engine.exact[layer][kind][i, :count] for kind in "kv"))
+            exact_out, exact = attention(q, engine.exact[layer]["k"][i, :count], engine.exact[layer]["v"][i, :count])
             assert torch.allclose(outputs[layer][i].double(), out, atol=5e-2 if model == torch.bfloat16 else 1e-4)
             tv = (exact - compressed).abs().sum(-1) / 2
             damaged = max(damaged, float(tv.max()))
             assert (tv <= cells.meter[i]).all()
-            assert (cells.tv_audit[i] <= cells.meter[i]).all()
+            assert (audit_of(cells)[i] <= cells.meter[i]).all()
             assert ((exact_out - out).norm(dim=-1) <= cells.out_bound[i]).all()
     assert damaged > (1e-4 if pool == "bf16" else 0.02)
 
@@ -63,7 +64,7 @@ def test_keys_written_as_one_format_and_read_as_another_are_not_certified() -> N
     engine.step([7, 31], ForwardMode.EXTEND)
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
     assert (step.layers[0].meter > 0.9).all()
-    assert (step.layers[0].tv_audit <= step.layers[0].meter).all()
+    assert (audit_of(step.layers[0]) <= step.layers[0].meter).all()
 
 
 def test_scales_of_a_layer_are_part_of_what_is_read() -> None:
@@ -97,7 +98,7 @@ def test_an_engines_scale_written_in_place_is_no_part_of_what_is_exact() -> None
     engine.pool.set_kv_buffer = scaled
     engine.step([7, 31], ForwardMode.EXTEND)
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
-    kept = engine.runtime.cache.store.exact_k[0]
+    kept = engine.simulated.store.exact_k[0]
     slots = engine.requests.req_to_token[engine.rows[1], :31].long()
     assert torch.equal(kept[slots], engine.exact[0]["k"][1, :31])
     assert (step.layers[0].meter > 0.9).any()  # this backend reads without the scale, and so halves its keys
@@ -122,7 +123,7 @@ def test_a_chunk_that_reads_its_own_exact_keys() -> None:
             _, true = attention(queries[1][token], exact, exact)
             tv = (true - compressed).abs().sum(-1) / 2
             assert (tv <= step.layers[1].meter[token]).all()
-            assert (step.layers[1].tv_audit[token] - tv).abs().max() < 1e-4
+            assert (audit_of(step.layers[1])[token] - tv).abs().max() < 1e-4
             token += 1
     assert engine.mismatches(step) > 0
 
@@ -137,10 +138,10 @@ def test_rows_the_engine_copies_are_unknown() -> None:
 
 
 def test_a_cache_that_does_not_read_back_refuses() -> None:
-    runtime = Engine("none").runtime
+    engine = Engine("none")
     policy = parse_policy({"version": 1, "quantizer": {"name": "engine"}})
     with pytest.raises(UnsupportedError, match="name a quantizer"):
-        SimulatedCache(policy, runtime.geometry, runtime.cache.pool, runtime.encoder)
+        SimulatedCache(policy, engine.runtime.geometry, engine.simulated.pool, engine.runtime.encoder)
 
 
 def test_refused_by_name() -> None:

@@ -49,7 +49,7 @@ def test_a_second_turn_over_sampled_tokens_claims_tier_w(int8_original: Metered)
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
         with int8_original.server.client() as client:
             answer = client.post("/generate", json={"input_ids": ids, "sampling_params": sampling})
-        return answer.raise_for_status().json()
+        return dict(answer.raise_for_status().json())
 
     prompt = [10 + 7 * i % 50 for i in range(100)]
     first = ask(prompt, 48)

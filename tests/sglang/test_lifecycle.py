@@ -67,7 +67,8 @@ def quiet(server_of: Callable[..., Iterator[Metered]]) -> Iterator[Metered]:
 
 @pytest.fixture(params=["busy", "quiet"])
 def either(request: pytest.FixtureRequest) -> Metered:
-    return request.getfixturevalue(request.param)
+    metered: Metered = request.getfixturevalue(request.param)
+    return metered
 
 
 def prompts(seed: int, num_tokens: int = 256) -> list[str]:
@@ -237,7 +238,7 @@ def test_a_session_goes_on_over_quantized_keys(quiet: Metered) -> None:
             at = {"id": session, "rid": previous, "offset": 0, "replace": False}
             sampling = {"temperature": 0, "max_new_tokens": 8}
             body = {"input_ids": list(ids), "sampling_params": sampling, "session_params": at}
-            return client.post("/generate", json=body).raise_for_status().json()
+            return dict(client.post("/generate", json=body).raise_for_status().json())
 
         one = turn(first.prompt_ids, None)
         two = turn(second.prompt_ids, one["meta_info"]["id"])

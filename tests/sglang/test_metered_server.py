@@ -22,7 +22,7 @@ LAYERS, HEADS = 4, 4
 
 
 def schema(name: str) -> dict[str, Any]:
-    return json.loads((files("witcert_core") / "report" / "schema" / f"{name}.schema.json").read_text())
+    return dict(json.loads((files("witcert_core") / "report" / "schema" / f"{name}.schema.json").read_text()))
 
 
 @pytest.fixture(scope="module")

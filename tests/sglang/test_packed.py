@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from audits import audit_of
 from engine import HKV, HQ, LAYERS, SLOTS, D, Engine, attention, gated
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -20,17 +21,17 @@ def test_the_packed_pool_is_read_and_bounded(name: str, dtype: torch.dtype, read
     step, queries, outputs = engine.step([1, 1], ForwardMode.DECODE)
     assert engine.pool.k_buffer[0].dtype == torch.int8
     width = 2 * (D + 2 * 2) + (2 if name == "int8_dither_w" else 0)
-    assert engine.runtime.cache.cache.nbytes == LAYERS * HKV * (SLOTS + 1) * width
+    assert engine.packed.cache.nbytes == LAYERS * HKV * (SLOTS + 1) * width
     for layer in range(LAYERS):
         cells = step.layers[layer]
         for i, count in enumerate(engine.lens):
             q = queries[layer][i].to(dtype).float()
             out, compressed = attention(q, *engine.stored(layer, i, count))
-            exact_out, exact = attention(q, *(engine.exact[layer][kind][i, :count] for kind in "kv"))
+            exact_out, exact = attention(q, engine.exact[layer]["k"][i, :count], engine.exact[layer]["v"][i, :count])
             assert torch.allclose(outputs[layer][i].double(), out, atol=2e-2 if dtype == torch.bfloat16 else 1e-4)
             assert ((exact - compressed).abs().sum(-1) / 2 <= cells.meter[i]).all()
             assert ((exact_out - out).norm(dim=-1) <= cells.out_bound[i]).all()
-            assert (cells.tv_audit[i] <= cells.meter[i]).all()
+            assert (audit_of(cells)[i] <= cells.meter[i]).all()
             assert (cells.meter[i] < 0.5).all()
         assert (step.deterministic_layers[layer].meter >= cells.meter).all()
 
@@ -62,11 +63,11 @@ def test_outliers_beside_the_codes_are_exact_and_tighten_the_rest(reads: str, ga
                 assert torch.allclose(outputs[layer][i].double(), out, atol=2e-2)
                 assert ((exact - compressed).abs().sum(-1) / 2 <= cells.meter[i]).all()
                 assert ((exact_out - out).norm(dim=-1) <= cells.out_bound[i]).all()
-                assert (cells.tv_audit[i] <= cells.meter[i]).all()
+                assert (audit_of(cells)[i] <= cells.meter[i]).all()
                 if params:
                     assert torch.equal(k[..., list(OUTLIERS)], exact_k[..., list(OUTLIERS)])
         worst = max(float(cells.meter.max()) for cells in step.layers.values())
-        found[name] = worst, engine.runtime.cache.cache.nbytes, sum(v.repaired_bytes for v in step.verdicts)
+        found[name] = worst, engine.packed.cache.nbytes, sum(v.repaired_bytes for v in step.verdicts)
     if gate:
         assert found["int8_dither_bypass"][2] < found["int8_dither"][2]
     else:
@@ -79,11 +80,15 @@ def test_outliers_beside_the_codes_are_exact_and_tighten_the_rest(reads: str, ga
 def test_an_outlier_that_is_no_number_makes_its_token_unknown() -> None:
     engine = Engine("int8_dither_bypass", torch.bfloat16, storage="packed", outliers=OUTLIERS)
     engine.step([7, 31], ForwardMode.EXTEND)
-    cache = engine.runtime.cache.cache
+    cache = engine.packed.cache
     slots = engine.requests.req_to_token[engine.rows[0], :1].long()
     keys, values = (torch.randn(1, HKV, D).bfloat16() for _ in range(2))
-    keys[0, 1, int(cache[0].channels[1, 0])] = float("inf")
+    channels = cache[0].channels
+    assert channels is not None
+    keys[0, 1, int(channels[1, 0])] = float("inf")
     k, v = engine.runtime.encoder.encode(0, slots, torch.tensor([0]), cache.to_encode(0, keys), values)
+    assert k.codes is not None
+    assert v.codes is not None
     cache.write(0, slots, keys, values, k.codes, v.codes)
     q = torch.randn(HQ, D, dtype=torch.float64)
     radius = cache[0].key_radius(q, slots, 1.0, 0.0)[:, 0]
@@ -124,10 +129,12 @@ def test_a_gate_over_codes_serves_what_it_certified(name: str) -> None:
         for layer in range(LAYERS):
             cells = step.layers[layer]
             assert (cells.meter <= 0.02).all()
-            assert (cells.tv_audit <= cells.meter).all()
+            assert (audit_of(cells) <= cells.meter).all()
             for i, count in enumerate(engine.lens):
                 out, compressed = attention(queries[layer][i], *engine.stored(layer, i, count))
-                exact_out, exact = attention(queries[layer][i], *(engine.exact[layer][x][i, :count] for x in "kv"))
+                exact_out, exact = attention(
+                    queries[layer][i], engine.exact[layer]["k"][i, :count], engine.exact[layer]["v"][i, :count]
+                )
                 assert torch.allclose(outputs[layer][i].double(), out, atol=1e-4)
                 assert ((exact - compressed).abs().sum(-1) / 2 <= cells.meter[i]).all()
                 assert ((exact_out - out).norm(dim=-1) <= cells.out_bound[i]).all()
@@ -171,11 +178,12 @@ def test_a_reused_slot_of_a_repaired_block_is_codes_again() -> None:
     engine.step([17, 31], ForwardMode.EXTEND)
     engine.step([1, 1], ForwardMode.DECODE)
     slots = engine.requests.req_to_token[engine.rows[0], :17].long()
-    repaired = engine.runtime.cache.repaired
+    repaired = engine.packed.repaired
+    assert repaired is not None
     assert repaired.exact(0, slots).any()
     engine.lens = [0, 0]
     engine.step([17, 31], ForwardMode.EXTEND)
     assert not repaired.exact(0, slots).any()
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
-    assert (step.layers[0].tv_audit <= step.layers[0].meter).all()
+    assert (audit_of(step.layers[0]) <= step.layers[0].meter).all()
     assert (step.layers[0].meter <= 0.02).all()

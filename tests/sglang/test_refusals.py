@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,7 @@ def test_a_broken_adapter_stops_the_server(checkpoint: Path, tmp_path: Path) -> 
 
 CHILD = """
 import multiprocessing, sys
+from typing import Any
 from sglang.srt.entrypoints.http_server import launch_server
 from sglang.srt.server_args import ServerArgs
 
@@ -296,7 +298,10 @@ def test_their_calls_go_through_the_meter(name: str) -> None:
     def attend_layer(run, q, k, v, layer, batch, save, is_decode, kwargs, backend):  # type: ignore[no-untyped-def]
         calls.append((run(q, k, v, layer, batch, save_kv_cache=save, **kwargs), is_decode))
 
-    backend = metered_factory(lambda _runner: Stub(), lambda *_: SimpleNamespace(attend_layer=attend_layer))(None)
+    def made(*_: Any) -> Any:
+        return SimpleNamespace(attend_layer=attend_layer)
+
+    backend = metered_factory(lambda _runner: Stub(), made)(None)
     backend.forward_decode(1, 2, 3, None, None)
     backend.forward_extend(1, 2, 3, None, None, save_kv_cache=True)
     assert calls == [("decoded", True), ("extended", False)]
@@ -368,10 +373,10 @@ def test_outliers_in_sixteen_bit_need_a_model_of_it() -> None:
         refusals.check_bypass(bypass, SimpleNamespace(dtype=torch.float16, head_dim=8))
 
 
-def model_config(**changes: object) -> SimpleNamespace:
+def model_config(**changes: Any) -> SimpleNamespace:
     """SGLang's `ModelConfig` in what is read of it; text: fields of the model's own configuration."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
-    hf_config = LlamaConfig(architectures=["M"], **{**sizes, **changes.pop("text", {})})  # type: ignore[arg-type]
+    hf_config = LlamaConfig(architectures=["M"], **{**sizes, **changes.pop("text", {})})
     fields = {
         "hf_config": hf_config,
         "hf_text_config": hf_config,
@@ -471,7 +476,7 @@ def test_the_doctor_and_the_server_have_one_verdict(path: Path) -> None:
 def test_models_of_our_own_making(tmp_path: Path) -> None:
     """Kinds that no published configuration here is of."""
     llama = json.loads((CONFIGS / "llama31_8b" / "config.json").read_text())
-    cases = (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"architectures": ["NobodysForCausalLM"]}, "NobodysForCausalLM cannot be served by this SGLang"),
         ({"layers_block_type": ["attention", "mamba"] * 16}, r"without a KV cache \(16 of 32\)"),
         ({"hybrid_override_pattern": "M*" * 16}, r"without a KV cache \(16 of 32\)"),
@@ -557,7 +562,7 @@ def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attention_layer(layer_id: int, **changes: object) -> torch.nn.Module:
-    layer = RadixAttention(2, 64, 0.125, num_kv_heads=1, layer_id=layer_id)
+    layer: torch.nn.Module = RadixAttention(2, 64, 0.125, num_kv_heads=1, layer_id=layer_id)
     for name, value in changes.items():
         setattr(layer, name, value)
     return layer

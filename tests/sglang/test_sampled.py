@@ -34,7 +34,7 @@ def test_the_truth_is_told_in_every_storage(name: str, sections: dict[str, Any])
         for i, count in enumerate(engine.lens):
             q = queries[layer][i]
             out, compressed = attention(q, *engine.stored(layer, i, count))
-            exact_out, exact = attention(q, *(engine.exact[layer][kind][i, :count] for kind in "kv"))
+            exact_out, exact = attention(q, engine.exact[layer]["k"][i, :count], engine.exact[layer]["v"][i, :count])
             torch.testing.assert_close(truth.tv[i], (exact - compressed).abs().sum(-1) / 2, rtol=1e-3, atol=1e-6)
             torch.testing.assert_close(truth.out[i], (exact_out - out).norm(dim=-1), rtol=1e-3, atol=1e-5)
             assert (truth.tv[i] <= cells.meter[i]).all()

@@ -24,7 +24,7 @@ def poison(engine: Engine) -> None:
         buffer[rest] = float("nan") if buffer.dtype.is_floating_point else -128
     if engine.runtime.policy.quantizer.storage == "simulated":
         for layer in range(LAYERS):
-            for tensor in engine.runtime.cache.store[layer].tensors():
+            for tensor in engine.simulated.store[layer].tensors():
                 tensor[rest] = float("nan") if tensor.dtype.is_floating_point else 255
     for exact in engine.runtime.cache.exact_k.values() if hasattr(engine.runtime.cache, "exact_k") else ():
         exact[rest] = float("nan")
@@ -67,5 +67,5 @@ def test_no_row_reads_the_padding_slot() -> None:
         for row in step.rows:
             slots = engine.requests.req_to_token[engine.rows[row.request], : row.position + 1]
             assert (slots > 0).all()
-    store = engine.runtime.cache.store
+    store = engine.simulated.store
     assert all((tensor[0] == 255).all() for layer in range(LAYERS) for tensor in store[layer].tensors())

@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 def choose(cls: type, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> str:
     """As vLLM's CUDA platform chooses; its CPU platform ignores `--attention-backend`."""
-    return (selected_backend or AttentionBackendEnum.CPU_ATTN).get_path()
+    return str((selected_backend or AttentionBackendEnum.CPU_ATTN).get_path())
 
 
 class CountingImpl(CPUAttentionBackendImpl):

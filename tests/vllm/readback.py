@@ -36,7 +36,7 @@ def compared_outputs() -> Iterator[list[float]]:
             found.append(float((out.view(call.q.shape)[token].double() - expected).abs().max()))
         return out
 
-    VllmRuntime.attend = attend  # type: ignore[method-assign]
+    VllmRuntime.attend = attend  # type: ignore[method-assign, assignment]
     try:
         yield found
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from witcert_vllm import contract
@@ -45,7 +46,8 @@ def test_the_doctor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_doctor_names_what_is_no_model_and_more_outliers_than_a_head_has(checkpoint: Path, tmp_path: Path) -> None:
     wrong_type = {**json.loads((checkpoint / "config.json").read_text()), "num_hidden_layers": "four"}
-    for content in ({}, [], None, wrong_type):
+    contents: list[Any] = [{}, [], None, wrong_type]
+    for content in contents:
         (tmp_path / "config.json").write_text(json.dumps(content))
         (finding,) = of_model(str(tmp_path), POLICY)
         assert (finding.level, finding.subject) == ("refused", "model")

@@ -81,7 +81,7 @@ def test_a_plugins_class_is_metered_in_the_workers_process(checkpoint: Path, tmp
     (sample,) = samples_of_each_task(1, num_tokens=64, seed=91)[:1]
     path = os.pathsep.join([str(PLUGIN), str(PLUGIN.parent), os.environ.get("PYTHONPATH", "")])
     options = {"attention_backend": "CUSTOM"}
-    variables = {"PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    variables: dict[str, Any] = {"PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     found = in_own_process(checkpoint, tmp_path, POLICY, [sample.prompt], options=options, **variables)
     assert found["status"]["backend"] == "CUSTOM (custom_backends.Counting)"
     (answer,) = found["answers"]

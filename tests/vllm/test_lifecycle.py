@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import prompts
@@ -68,7 +69,7 @@ def test_chunks_preemption_and_block_reuse_change_nothing(
     preempted: set[str] = set()
     original = scheduler._preempt_request
 
-    def count(request: object, *args: object, **kwargs: object) -> object:
+    def count(request: Any, *args: object, **kwargs: object) -> object:
         preempted.add(request.request_id)
         return original(request, *args, **kwargs)
 

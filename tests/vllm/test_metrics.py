@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
+from torch import Tensor
 from witcert_vllm.metrics import Recorder, replay
 
 from witcert_core.report.counts import RequestState
@@ -15,6 +17,10 @@ from witcert_core.report.prometheus import Metrics
 from witcert_core.report.sample import BoundedBySketches, Compared
 
 pytestmark = pytest.mark.vllm
+
+
+def pair(first: float, second: float) -> Tensor:
+    return torch.tensor([first, second], dtype=torch.float64)
 
 
 def calls() -> dict[str, list[object]]:
@@ -26,13 +32,15 @@ def calls() -> dict[str, list[object]]:
 
     values = {"meter": torch.tensor([0.1, 0.5], dtype=torch.float64)}
     fields = counts.Observed.__dataclass_fields__
-    given = {name: values.get(name, True if f.type in ("bool", bool) else 1) for name, f in fields.items()}
+    given: dict[str, Any] = {
+        name: values.get(name, True if f.type in ("bool", bool) else 1) for name, f in fields.items()
+    }
     known: dict[str, list[object]] = {
         "announce": ["q"],
         "cells_measured": ["q", counts.Observed(**given)],
-        "cells_compared": ["q", Compared(*torch.tensor([[0.0, 0.2], [0.1, torch.inf], [1.5, 9], [2, 3]]).double(), 1)],
+        "cells_compared": ["q", Compared(pair(0.0, 0.2), pair(0.1, torch.inf), pair(1.5, 9), pair(2, 3), 1)],
         "rows_not_audited": [2, "no room"],
-        "cells_sketched": ["q", BoundedBySketches(*torch.tensor([[0.0, 0.2], [0.1, 1.5], [1.5, 9]]).double(), 1)],
+        "cells_sketched": ["q", BoundedBySketches(pair(0.0, 0.2), pair(0.1, 1.5), pair(1.5, 9), 1)],
         "rows_not_sketched": [2, "no room"],
         "rows_unknown": [3],
         "cells_unknown": ["q", 4],

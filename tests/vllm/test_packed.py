@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,8 @@ def test_a_prefix_is_shared_in_the_pass_that_computes_it(checkpoint: Path, tmp_p
     """vLLM hands the blocks of a prompt to an equal one of the same batch, before anything is in them."""
     (prompt,) = prompts(seed=65, num_tokens=256)[:1]
     gate = {"kind": "certified", "tau": 0.002, "target": "tv"}
-    for name, sections in (("observe", {}), ("gated", {"gate": gate})):
+    cases: dict[str, dict[str, Any]] = {"observe": {}, "gated": {"gate": gate}}
+    for name, sections in cases.items():
         with running_engine(checkpoint, tmp_path / name, policy("int8_dither_w", "packed", **sections)) as engine:
             answers = engine.ask([prompt] * 3, ignore_eos=True)
         assert [answer.cached for answer in answers] == [0, 128, 128]

@@ -83,7 +83,7 @@ def both(
     records = work / "quantized"
     records.mkdir()
     asked = prompts(seed=41, num_tokens=128)
-    recording = {"name": "parity", "params": {"base": CAST, "folder": str(records)}}
+    recording: dict[str, Any] = {"name": "parity", "params": {"base": CAST, "folder": str(records)}}
     settling = {"name": "parity", "params": {**recording["params"], "settle": True}}
     sglang = ask_sglang(model, work, {**policy, "quantizer": recording}, asked)
     calls = records.with_suffix(".jsonl")

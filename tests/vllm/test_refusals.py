@@ -247,7 +247,7 @@ def test_the_doctor_and_the_server_refuse_a_model_with_one_voice(
 def test_an_error_of_ours_at_the_start_is_one_line_that_names_it(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(refusals, "check_bypass", lambda *_: {}["head_dim"])
+    monkeypatch.setattr(refusals, "check_bypass", lambda *_: dict[str, int]()["head_dim"])
     with caplog.at_level("DEBUG", "witcert_core.serving.startup"):
         line = refused_config(checkpoint, write_policy(tmp_path / "p.yaml", **NONE), monkeypatch)
     assert line.startswith("witcert: KeyError: 'head_dim' (in ")

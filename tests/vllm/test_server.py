@@ -58,7 +58,7 @@ def fetch(server: Server, path: str) -> Any:
 
 
 def schema(name: str) -> dict[str, Any]:
-    return json.loads((files("witcert_core") / "report" / "schema" / f"{name}.schema.json").read_text())
+    return dict(json.loads((files("witcert_core") / "report" / "schema" / f"{name}.schema.json").read_text()))
 
 
 def test_an_answer_carries_its_summary(server: Server) -> None:

@@ -51,7 +51,7 @@ def test_its_own_key_is_read_as_a_chunk_reads_it() -> None:
 
     def attends_quantized(prefill_reads: str, prefilling: Sequence[bool | None]) -> list[bool] | bool:
         runtime = VllmRuntime.__new__(VllmRuntime)
-        runtime.policy = SimpleNamespace(prefill_reads=prefill_reads)
+        runtime.policy = SimpleNamespace(prefill_reads=prefill_reads)  # type: ignore[assignment]
         runtime.out_slots = torch.arange(5)
         found = runtime._reads_stored(prefilling, new)
         return found if isinstance(found, bool) else found.tolist()
