@@ -94,8 +94,8 @@ def test_an_entry_point_names_a_gate_or_its_module(
 ) -> None:
     load(install("plug_gate", GATE.replace("@data", "@register\n@data") if not names else GATE, names))
     assert registries[1].names() == ("observe", "certified", "risk_ranked", "combined", "mine")
-    gate = registries[1].build("mine", {"tau": 0.25, "block_size": 16})
-    assert (gate.tau, gate.mine, gate.repairs) == (0.25, 3, True)  # type: ignore[attr-defined]
+    gate = registries[1].build("mine", {"tau": 0.25, "target": "tv"}, {"mine": 4})
+    assert (gate.tau, gate.mine, gate.repairs) == (0.25, 4, True)  # type: ignore[attr-defined]
 
 
 def test_what_is_no_quantizer_and_no_gate_is_not_registered() -> None:
@@ -203,6 +203,10 @@ class Needs:
     repairs: ClassVar[bool] = True
     strength: float
 
+    def __post_init__(self) -> None:
+        if self.strength < 0:
+            raise ValueError("strength is below 0")
+
     def decide(self, state: object) -> None: ...
 
 
@@ -214,11 +218,19 @@ class Thawed:
     def decide(self, state: object) -> None: ...
 
 
-def test_a_gate_that_asks_for_what_no_policy_has_is_named() -> None:
+def test_parameters_of_a_gates_own_are_checked_like_a_quantizers() -> None:
     gates = GateRegistry()
     gates.register(Needs)  # type: ignore[arg-type]
-    with pytest.raises(PluginError, match=r"gate 'needs' cannot be built from tau, target: .*'strength'"):
-        gates.build("needs", {"tau": 0.2, "target": "tv"})
+    for params, words in (
+        ({}, "parameter 'strength' is missing"),
+        ({"strenght": 2.0}, r"unknown parameter 'strenght' \(did you mean 'strength'\?\); allowed: strength"),
+        ({"strength": "much"}, "parameter 'strength' is 'much'; allowed: a valid number"),
+        ({"strength": -1.0}, "refused: strength is below 0"),
+    ):
+        with pytest.raises(PluginError, match=rf"gate 'needs': .*{words}"):
+            gates.build("needs", {"tau": 0.2, "target": "tv"}, params)
+    gate = gates.build("needs", {"tau": 0.2, "target": "tv"}, {"strength": 2.0})
+    assert vars(gate) == {"strength": 2.0}
     with pytest.raises(PluginError, match="expected a frozen dataclass"):
         gates.register(Thawed)  # type: ignore[arg-type]
 

@@ -47,7 +47,7 @@ def test_defaults() -> None:
     [
         (
             {"gate": {"tua": 0.1}},
-            "p.yaml: gate.tua: unknown key (did you mean 'tau'?); allowed: kind, target, tau, tau_out, "
+            "p.yaml: gate.tua: unknown key (did you mean 'tau'?); allowed: kind, params, target, tau, tau_out, "
             "risk_tau, block_size, max_pagein_bytes, copy_bytes, on_exhausted",
         ),
         (
@@ -71,7 +71,7 @@ def test_defaults() -> None:
         ),
         (
             {"gate": None},
-            "p.yaml: gate: is null; allowed: a mapping with the keys kind, target, tau, tau_out, risk_tau, "
+            "p.yaml: gate: is null; allowed: a mapping with the keys kind, params, target, tau, tau_out, risk_tau, "
             "block_size, max_pagein_bytes, copy_bytes, on_exhausted",
         ),
         ({"meter": {"delta": 0}}, "p.yaml: meter.delta: is 0; allowed: greater than 0"),

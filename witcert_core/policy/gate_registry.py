@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from inspect import isclass
 from typing import Any
 
 from witcert_core.errors import PluginError, did_you_mean, listed
 from witcert_core.policy.gates import Certified, Combined, Gate, Observe, RiskRanked
+from witcert_core.quantizers.parameters import checked, parameters
+
+SHARED = ("target", "tau", "tau_out", "risk_tau")
+"""Keys of a policy's `gate` section that a gate has a field for if it wants their values."""
 
 
 class GateRegistry:
@@ -22,7 +26,8 @@ class GateRegistry:
     def register(self, cls: type[Gate]) -> type[Gate]:
         """Add a frozen dataclass with name, repairs and decide; PluginError if it is none or its name taken.
 
-        Its fields get their values from the keys of the policy's `gate` section with the same names.
+        Its fields get their values from the keys of the policy's `gate` section with the same names, others from its
+        `params`.
         """
         frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
         if not isclass(cls) or not is_dataclass(cls) or not frozen or not callable(getattr(cls, "decide", None)):
@@ -53,13 +58,22 @@ class GateRegistry:
             )
         return self._classes[name]
 
-    def build(self, name: str, settings: Mapping[str, Any]) -> Gate:
-        """The gate with the settings it has fields for; the others (budget, block size) are the caller's."""
+    def parameters(self, name: str) -> tuple[str, ...]:
+        """The names a policy may put into `gate.params`: the fields that no key of the `gate` section is for."""
+        return tuple(key for key in parameters(self.cls(name)) if key not in SHARED)
+
+    def build(self, name: str, settings: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> Gate:
+        """The gate with the settings it has fields for (the others are the caller's: budget, block size) and `params`.
+
+        PluginError for a parameter that is unknown, missing or ill-typed, and for values that the gate itself refuses.
+        """
         cls: Any = self.cls(name)
+        own = checked(f"gate {name!r}", cls, params or {}, self.parameters(name), PluginError)
+        given = {key: settings[key] for key in parameters(cls) if key in settings} | own
         try:
-            gate: Gate = cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
+            gate: Gate = cls(**given)
         except (TypeError, ValueError) as error:
-            raise PluginError(f"gate {name!r} cannot be built from {listed(settings)}: {error}") from error
+            raise PluginError(f"gate {name!r}: parameters {given!r} refused: {error}") from error
         return gate
 
 

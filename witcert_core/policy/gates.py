@@ -106,8 +106,9 @@ class GateDecision:
 
 
 class Gate(Protocol):
-    """What decides which blocks are made exact: a frozen dataclass; fields named as keys of the policy's `gate` section
-    get their values.
+    """What decides which blocks are made exact: a frozen dataclass.
+
+    Its fields target, tau, tau_out and risk_tau get the values of the policy's `gate` section, others of its `params`.
 
     Example:
         >>> from dataclasses import dataclass

@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from witcert_core.errors import PluginError, PolicyError, QuantizerError, listed, yaml_word
+from witcert_core.policy.gate_registry import SHARED
 from witcert_core.policy.gates import Gate
 from witcert_core.policy.loader import read_yaml
 from witcert_core.policy.messages import describe_validation_error
@@ -146,6 +147,7 @@ class GateSettings(_Section):
     """What is done about a cell whose bound is too high."""
 
     kind: str = "observe"
+    params: dict[str, Any] = Field(default_factory=dict)
     target: Literal["tv", "output", "both"] = "both"
     tau: float = Field(default=0.2, gt=0, le=1)
     tau_out: float = Field(default=0.1, gt=0)
@@ -192,7 +194,10 @@ class Policy(_Section):
         with _at_key("quantizer.params"):
             self._quantizer = registry.get(wanted.name, wanted.params)
         with _at_key("gate.kind"):
-            self._gate = gate_registry().build(self.gate.kind, self.gate.model_dump())
+            gate_registry().cls(self.gate.kind)
+        with _at_key("gate.params"):
+            shared = {key: getattr(self.gate, key) for key in SHARED}
+            self._gate = gate_registry().build(self.gate.kind, shared, self.gate.params)
         self._check_tier()
         self._check_audits()
         self._check_sketch_share()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from inspect import isabstract, isclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from witcert_core.errors import QuantizerError, allowed_by, did_you_mean, listed, yaml_word
+from witcert_core.errors import QuantizerError, did_you_mean, listed
 from witcert_core.quantizers.base import CalibratedQuantizer, DitheredQuantizer, Quantizer, Space, State, Tier
+from witcert_core.quantizers.parameters import checked, parameters, required
 
 _NAME = re.compile(r"[a-z][a-z0-9_.+-]*")
 _BUILTIN_PACKAGE = "witcert_core"
@@ -59,25 +58,7 @@ class QuantizerRegistry:
     def get(self, name: str, params: Mapping[str, Any] | None = None) -> Quantizer:
         """An instance with `params`; unknown, missing and ill-typed parameters are refused by name."""
         cls = self.cls(name)
-        given = dict(params or {})
-        hints = get_type_hints(cls)
-        accepted = {key: hints[key] for key in self.parameters(name)}
-        for key, value in given.items():
-            if key not in accepted:
-                raise QuantizerError(
-                    f"quantizer {name!r}: unknown parameter {key!r}{did_you_mean(key, accepted)}; "
-                    f"allowed: {listed(accepted) or 'none'}"
-                )
-            try:
-                given[key] = TypeAdapter(accepted[key], config=ConfigDict(strict=True)).validate_python(value)
-            except ValidationError as error:
-                allowed = allowed_by(error.errors()[0])
-                raise QuantizerError(
-                    f"quantizer {name!r}: parameter {key!r} is {yaml_word(value)}; allowed: {allowed}"
-                ) from error
-        missing = [key for key in self.required(name) if key not in given]
-        if missing:
-            raise QuantizerError(f"quantizer {name!r}: parameter {missing[0]!r} is missing; it has no default")
+        given = checked(f"quantizer {name!r}", cls, params or {}, parameters(cls), QuantizerError)
         try:
             return cls(**given)
         except (TypeError, ValueError) as error:
@@ -85,15 +66,11 @@ class QuantizerRegistry:
 
     def parameters(self, name: str) -> tuple[str, ...]:
         """The names a policy may put into `quantizer.params`."""
-        return tuple(field.name for field in fields(self.cls(name)) if field.init)
+        return parameters(self.cls(name))
 
     def required(self, name: str) -> tuple[str, ...]:
         """Those of its parameters that have no default."""
-        return tuple(
-            field.name
-            for field in fields(self.cls(name))
-            if field.init and field.default is MISSING and field.default_factory is MISSING
-        )
+        return required(self.cls(name))
 
     def source(self, name: str) -> str:
         """The distribution and version that brought a quantizer, or its module when that is not known."""
