@@ -28,7 +28,7 @@ export HF_HUB_OFFLINE := 1
 # Small tensors: a second thread costs more than it gives, and spins while another process needs the core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test all-suites test-full lint lean test-core test-kernels spills test-plugins test-eval test-sglang test-vllm \
+.PHONY: demo test all-suites test-full lint docs-limits lean test-core test-kernels spills test-plugins test-eval test-sglang test-vllm \
 	soak bench-sglang bench-vllm static figures envs clean
 
 demo: $(ENVS)/sglang/.ready
@@ -51,6 +51,10 @@ lint: $(ENVS)/core/.ready
 	$(CORE)/mypy
 	MYPYPATH=tests/sglang $(CORE)/mypy tests/sglang
 	MYPYPATH=tests/vllm $(CORE)/mypy tests/vllm
+
+# The tables of docs/limits.md, from what the adapters refuse.
+docs-limits: $(ENVS)/core/.ready
+	$(CORE)/python adapters/limits.py
 
 lean: $(ENVS)/core/.lean
 	$(CORE)/python lean/checker/check_proofs.py

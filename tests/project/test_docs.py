@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import annotated_types
 import pytest
@@ -32,7 +34,6 @@ from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving import http
 
 ROOT = Path(__file__).parents[2]
-ADAPTER = ROOT / "adapters" / "sglang" / "witcert_sglang"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 TEXT = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 UNFENCED = {name: re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M) for name, text in TEXT.items()}
@@ -48,15 +49,6 @@ def table_rows(name: str, first_cell: str) -> list[list[str]]:
     lines = [line for line in UNFENCED[name].splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in rows if re.fullmatch(first_cell, row[0])]
-
-
-def constant(file: str, name: str) -> Any:
-    """What a module-level name of the adapter is set to, as an expression: SGLang cannot be imported here."""
-    for node in ast.parse((ADAPTER / file).read_text(encoding="utf-8")).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            return node.value  # type: ignore[attr-defined]
-    raise AssertionError(f"{file} sets no {name}")
 
 
 def leaves(model: type[BaseModel] = Policy, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -235,53 +227,18 @@ def test_what_clients_may_ask_for_is_bounded_as_written() -> None:
     assert http.STATUS_SECONDS == 1.0
 
 
-def test_the_version_of_sglang_is_the_one_that_is_accepted() -> None:
-    version = ast.literal_eval(constant("refusals.py", "SGLANG_RANGE").args[0]).removeprefix("==")
-    assert f"any SGLang but {version}" in TEXT["limits.md"]
+def test_the_tables_of_refusals_are_those_of_the_adapters() -> None:
+    """`make docs-limits` writes them."""
+    path = ROOT / "adapters" / "limits.py"
+    assert subprocess.run([sys.executable, str(path), "--check"], timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize(("engine", "folder"), [("SGLang", "sglang"), ("vLLM", "vllm")])
+def test_the_version_of_an_engine_is_the_one_that_is_accepted(engine: str, folder: str) -> None:
+    adapter = (ROOT / "adapters" / folder / f"witcert_{folder}" / "adapter.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'tested="(.*)"', adapter)
     for name, text in TEXT.items():
-        assert set(re.findall(r"SGLang (?:but )?(\d+\.\d+\.\d+)", text)) <= {version}, name
-    assert f"SGLang {version}" in TEXT["README.md"]
-
-
-REFUSED = {
-    "is_embedding": ("--is-embedding",),
-    "enable_tf32_matmul": ("--enable-tf32-matmul",),
-    "pp_size": ("pipeline", "parallelism"),
-    "dp_size": ("data", "parallelism"),
-    "attn_dp_size": ("--attn-dp-size",),
-    "nnodes": ("--nnodes",),
-    "enable_unified_cache_external_linker": ("external KV stores",),
-    "enable_flexkv": ("FlexKV",),
-    "radix_cache_backend": ("--radix-cache-backend",),
-    "dcp_size": ("context parallelism",),
-    "attn_cp_size": ("context parallelism",),
-    "speculative_algorithm": ("speculative decoding",),
-    "enable_hierarchical_cache": ("HiCache",),
-    "enable_lmcache": ("LMCache",),
-    "disaggregation_mode": ("disaggregation",),
-    "enable_hisparse": ("sparse host cache",),
-    "enable_unified_memory": ("unified memory pool",),
-    "dllm_algorithm": ("diffusion models",),
-    "enable_torch_compile": ("--enable-torch-compile",),
-    "enable_pdmux": ("--enable-pdmux",),
-    "enable_mis": ("--enable-mis",),
-    "tokenizer_worker_num": ("several tokenizer processes",),
-    "smg_grpc_mode": ("--smg-grpc-mode",),
-    "grpc_mode": ("--grpc-mode",),
-    "enable_two_batch_overlap": ("two-batch overlap",),
-}
-"""Server option -> how docs/limits.md calls it."""
-
-
-def test_the_limits_name_every_refused_option() -> None:
-    table = constant("refusals.py", "REFUSED_OPTIONS")
-    assert {ast.literal_eval(key) for key in table.keys} == set(REFUSED)
-    refusals = [row[0] for row in table_rows("limits.md", r".*")]
-    for option, words in REFUSED.items():
-        assert any(all(word in cell for word in words) for cell in refusals), option
-    backends = ast.literal_eval(constant("refusals.py", "BACKENDS"))
-    (row, *_other_engines) = [cell for cell in refusals if cell.startswith("attention backends other than")]
-    assert re.findall(r"`(\w+)`", row) == list(backends)
-    first, stop, step = (ast.literal_eval(arg) for arg in constant("refusals.py", "HEAD_DIMS").args)
-    assert first == step
-    assert any(f"multiple of {step} up to {stop - 1}" in cell for cell in refusals)
+        assert set(re.findall(rf"{engine} (?:but )?(\d+\.\d+\.\d+)", text)) <= {version}, name
+    assert f"{engine} {version}" in TEXT["README.md"]
+    nodeps = (ROOT / "adapters" / folder / "requirements-cpu-nodeps.txt").read_text(encoding="utf-8")
+    assert re.search(rf"^{folder}(-cpu)?=={re.escape(version)}$", nodeps, flags=re.M)

@@ -14,13 +14,14 @@ from conftest import write_policy
 from sglang.srt.managers import auxiliary_output
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from test_refusals import changed_config, on_import_of
-from witcert_sglang import contract, plugin
-from witcert_sglang.contract import CONTRACT, Members
+from witcert_sglang import plugin
+from witcert_sglang.contract import CONTRACT
 from witcert_sglang.doctor import of_model
 from witcert_sglang.hooks import Hook
 from witcert_sglang.worker import SchedulerProcess
 
 from witcert_core.policy.model import parse_policy
+from witcert_core.serving.contract import Members, Signature, broken
 
 pytestmark = pytest.mark.sglang
 
@@ -31,9 +32,13 @@ def hooks() -> list[Hook]:
     return plugin.hooks(policy, SchedulerProcess(policy))
 
 
+def hooked() -> list[Signature]:
+    return [Signature(hook.target, hook.parameters) for hook in hooks()]
+
+
 def test_sglang_keeps_the_contract() -> None:
-    assert contract.broken() == []
-    assert contract.broken_hooks(hooks()) == []
+    assert broken(CONTRACT) == []
+    assert broken(hooked()) == []
     assert len(hooks()) > 15
 
 
@@ -41,15 +46,13 @@ def test_the_name_that_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(MHATokenToKVPool, "set_kv_buffer", lambda self, layer, slots: None)
     monkeypatch.setattr(MHATokenToKVPool, "move_kv_cache", lambda self, source, target: None)
     monkeypatch.delattr(auxiliary_output, "append_auxiliary_output")
-    (changed, gone) = sorted(contract.broken(), key=lambda line: "append" in line)
+    (changed, gone) = sorted(broken(CONTRACT), key=lambda line: "append" in line)
     assert changed.startswith("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer: takes (self, layer, sl")
     assert gone.startswith("sglang.srt.managers.auxiliary_output.append_auxiliary_output: ")
-    (hook,) = contract.broken_hooks(hooks())
+    (hook,) = broken(hooked())
     assert hook.startswith("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache: takes (self, source")
     pool = next(entry for entry in CONTRACT if isinstance(entry, Members) and entry.target.endswith("MHATokenToKVPool"))
-    assert contract.broken([Members(pool.target, (*pool.names, "k_pages"))]) == [
-        f"{pool.target}.k_pages: no longer there"
-    ]
+    assert broken([Members(pool.target, (*pool.names, "k_pages"))]) == [f"{pool.target}.k_pages: no longer there"]
 
 
 def test_every_name_imported_from_sglang_is_in_the_contract() -> None:
@@ -57,7 +60,7 @@ def test_every_name_imported_from_sglang_is_in_the_contract() -> None:
         f"{entry.target}.{name}" for entry in CONTRACT if isinstance(entry, Members) for name in entry.names
     }
     imported = set()
-    for file in Path(witcert_sglang.__file__).parent.glob("*.py"):
+    for file in Path(witcert_sglang.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang"):
                 imported |= {f"{node.module}.{alias.name}" for alias in node.names}

@@ -15,11 +15,13 @@ from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock1
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 from witcert_demo.servers import running_server
-from witcert_sglang import refusals
 from witcert_sglang.pool import EnginePool, backend_scales
+from witcert_sglang.refusals.server import ENGINE_ROWS, Server
+from witcert_sglang.refusals.worker import FLASHINFER_ROWS, POOL_ROWS, FlashInfer, ServedPool
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy.model import parse_policy
+from witcert_core.serving.refusals import refuse
 from witcert_core.serving.storage.simulated import SimulatedCache
 
 pytestmark = pytest.mark.sglang
@@ -153,21 +155,26 @@ def test_refused_by_name() -> None:
         "kv_cache_dtype": "fp8_e4m3",
     }
     gpu = {"device": "cuda", "attention_backend": "flashinfer"}
-    refusals.check_engine_cache("stored", SimpleNamespace(**cpu))
-    refusals.check_engine_cache("chunk_exact", SimpleNamespace(**{**cpu, "attention_backend": "triton"}))
+
+    def check(reads: str, **options: object) -> None:
+        policy = parse_policy({"version": 1, "quantizer": {"name": "engine"}, "prefill_reads": reads})
+        refuse(ENGINE_ROWS, Server(SimpleNamespace(**{**cpu, **options}), policy))
+
+    check("stored")
+    check("chunk_exact", attention_backend="triton")
     for changes, reads, named in (
-        ({}, "chunk_exact", "prefill_reads to 'stored'"),
-        ({"prefill_attention_backend": "triton"}, "stored", "prefill_reads to 'chunk_exact'"),
+        ({}, "chunk_exact", "set prefill_reads to 'stored'"),
+        ({"prefill_attention_backend": "triton"}, "stored", "set prefill_reads to 'chunk_exact'"),
         ({**gpu, "attention_backend": "fa3"}, "chunk_exact", "fa3.*use --attention-backend flashinfer"),
         ({**gpu, "decode_attention_backend": "triton"}, "chunk_exact", "triton.*use --attention-backend flashinfer"),
         ({**gpu, "kv_cache_dtype": "fp4_e2m1"}, "chunk_exact", "fp4_e2m1.*use fp8_e4m3 or fp8_e5m2"),
-        (gpu, "stored", "prefill_reads to 'chunk_exact'"),
+        (gpu, "stored", "set prefill_reads to 'chunk_exact'"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            refusals.check_engine_cache(reads, SimpleNamespace(**{**cpu, **changes}))
-    refusals.check_engine_cache("chunk_exact", SimpleNamespace(**{**cpu, **gpu}))
+            check(reads, **changes)
+    check("chunk_exact", **gpu)
     plain = {"use_paged": False, "enable_deterministic": False, "is_multimodal": False}
-    refusals.check_flashinfer_cache(SimpleNamespace(**plain), {0: (1.0, 1.0)})
+    refuse(FLASHINFER_ROWS, FlashInfer(SimpleNamespace(**plain), {0: (1.0, 1.0)}))
     for odd, scales, named in (
         ({"use_paged": True}, {}, "SGLANG_FLASHINFER_USE_PAGED"),
         ({"enable_deterministic": True}, {}, "deterministic"),
@@ -175,14 +182,14 @@ def test_refused_by_name() -> None:
         ({}, {0: (1.0, 1.0), 3: (0.5, 1.0)}, "with scales"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            refusals.check_flashinfer_cache(SimpleNamespace(**{**plain, **odd}), scales)
-    pool = Engine("none").pool
+            refuse(FLASHINFER_ROWS, FlashInfer(SimpleNamespace(**{**plain, **odd}), scales))
+    pool, engine = Engine("none").pool, parse_policy({"version": 1, "quantizer": {"name": "engine"}})
     with pytest.raises(UnsupportedError, match="nothing is quantized"):
-        refusals.check_engine_pool(pool, torch.float32)
-    refusals.check_engine_pool(pool, torch.bfloat16)
+        refuse(POOL_ROWS, ServedPool(pool, engine, torch.float32))
+    refuse(POOL_ROWS, ServedPool(pool, engine, torch.bfloat16))
     pool.quant_method = NVFP4KVCacheMethod.__new__(NVFP4KVCacheMethod)
     with pytest.raises(UnsupportedError, match="nvfp4"):
-        refusals.check_engine_pool(pool, torch.bfloat16)
+        refuse(POOL_ROWS, ServedPool(pool, engine, torch.bfloat16))
 
 
 def test_a_server_with_a_cache_of_its_own(checkpoint: Path, tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import torch
 from conftest import Metered, ask_many, check_recorded, samples_of_each_task, write_policy
 from sglang.srt.layers.radix_attention import RadixAttention
 from witcert_demo.servers import running_server
-from witcert_sglang import refusals
 from witcert_sglang.geometry import rotary_modules
+from witcert_sglang.refusals.server import SERVER_ROWS, Server
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy.plugins import quantizer_registry
+from witcert_core.policy.model import parse_policy
+from witcert_core.serving.refusals import refuse
 
 pytestmark = pytest.mark.sglang
 
@@ -62,15 +63,20 @@ def test_answers_audits_and_shared_prefixes(plugged: Metered) -> None:
 
 @pytest.mark.parametrize(("name", "unit"), [("kivi", 32), ("kvquant", 64), ("fp8_calibrated", 64), ("nvfp4", 1)])
 def test_pages_that_would_split_a_group_are_refused(name: str, unit: int) -> None:
-    quantizer = quantizer_registry().get(name)
+    (row,) = [row for row in SERVER_ROWS if "several tokens together" in row.what]
+    policy = parse_policy({"version": 1, "quantizer": {"name": name}})
+
+    def check(page_size: int, shares: bool) -> None:
+        refuse([row], Server(SimpleNamespace(page_size=page_size, disable_radix_cache=not shares), policy))
+
     for page_size in (1, 16, 32, 64, 128):
-        args = SimpleNamespace(page_size=page_size, disable_radix_cache=False)
+        check(page_size, shares=False)
         if page_size % unit == 0:
-            refusals.check_sharing(quantizer, args)
+            check(page_size, shares=True)
             continue
-        with pytest.raises(UnsupportedError, match=f"use --page-size {unit} or --disable-radix-cache"):
-            refusals.check_sharing(quantizer, args)
-        refusals.check_sharing(quantizer, SimpleNamespace(page_size=page_size, disable_radix_cache=True))
+        said = f"takes {unit} tokens together, .* in units of {page_size}: .*--page-size that is a multiple of that"
+        with pytest.raises(UnsupportedError, match=said):
+            check(page_size, shares=True)
 
 
 def test_the_rotary_embedding_beside_a_layer_is_found() -> None:

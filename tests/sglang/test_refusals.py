@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,13 +25,18 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPoo
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from transformers import LlamaConfig
 from witcert_demo.servers import server_environment
-from witcert_sglang import refusals, startup, windows, worker
+from witcert_sglang import startup, windows, worker
+from witcert_sglang.adapter import ADAPTER
 from witcert_sglang.doctor import of_model
+from witcert_sglang.refusals.model import NO_CLASS, ROWS, SglangModel
+from witcert_sglang.refusals.server import BACKENDS, OPTIONS, Server, check_options, check_port
+from witcert_sglang.refusals.worker import POOL_ROWS, ServedPool, check_layers
 from witcert_sglang.startup import is_main_process
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy.model import Policy, parse_policy
-from witcert_core.quantizers import REGISTRY
+from witcert_core.serving.models.served import check_served
+from witcert_core.serving.refusals import refuse
 
 pytestmark = pytest.mark.sglang
 NONE = {"quantizer": {"name": "none"}}
@@ -107,13 +112,13 @@ def test_port_in_use() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UnsupportedError, match=f"--port {port}"):
-            refusals.check_port("127.0.0.1", port)
+            check_port("127.0.0.1", port)
 
 
 def test_a_hybrid_model_stops_the_server(tmp_path: Path) -> None:
     """In one line, before a scheduler builds its pools: Qwen3-Next's published configuration."""
     line = refusal(*launch(CONFIGS / "qwen3_next_80b", write_policy(tmp_path / "p.yaml", **NONE)))
-    assert line.startswith("witcert: Qwen3NextForCausalLM has layers without a KV cache (36 of 48); ")
+    assert line.startswith("witcert: Qwen3NextForCausalLM has layers without a KV cache (36 of 48): ")
 
 
 def on_import_of(module: str, statements: str) -> str:
@@ -178,17 +183,24 @@ def test_workers_are_told_by_what_they_run() -> None:
     assert not run_scheduler_process()
 
 
-FINE = {name: allowed for name, (allowed, _) in refusals.REFUSED_OPTIONS.items()} | {
+FINE = {option.name: option.allowed for option in OPTIONS} | {
     "kv_cache_dtype": "auto",
     "attention_backend": "torch_native",
     "prefill_attention_backend": None,
     "decode_attention_backend": None,
     "device": "cpu",
+    "tp_size": 1,
+    "disable_radix_cache": True,
 }
 
 
+def asked(policy: Mapping[str, object] | None = None, **options: Any) -> Server:
+    """A server started with these options, under a policy of these sections."""
+    return Server(SimpleNamespace(**{**FINE, **options}), policy_of(**(policy or {})))
+
+
 def test_plain_options_pass() -> None:
-    refusals.check_server(SimpleNamespace(**FINE))
+    check_options(asked())
 
 
 @pytest.mark.parametrize(
@@ -218,13 +230,13 @@ def test_plain_options_pass() -> None:
 )
 def test_options_refused_by_name(option: str, value: object, named: str) -> None:
     with pytest.raises(UnsupportedError, match=named):
-        refusals.check_server(SimpleNamespace(**{**FINE, option: value}))
+        check_options(asked(None, **{option: value}))
 
 
 def test_a_server_past_the_python_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     with pytest.raises(UnsupportedError, match="SGLANG_RUST_SERVER"):
-        refusals.check_server(SimpleNamespace(**FINE))
+        check_options(asked())
 
 
 PACKED = {"quantizer": {"name": "int8_dither", "storage": "packed"}}
@@ -235,7 +247,7 @@ PACKED = {"quantizer": {"name": "int8_dither", "storage": "packed"}}
     [
         (PACKED, "full", "disabled", {}, None),
         (NONE, "disabled", "disabled", {}, None),
-        (NONE, "full", "disabled", {"device": "cpu"}, None),
+        (NONE, "full", "disabled", {"device": "cpu", "attention_backend": "torch_native"}, None),
         (NONE, "full", "disabled", {}, "storage: packed.*--disable-cuda-graph"),
         (PACKED, "full", "breakable", {}, "--disable-prefill-cuda-graph"),
         (PACKED, "breakable", "disabled", {}, "--cuda-graph-backend-decode full"),
@@ -250,32 +262,31 @@ PACKED = {"quantizer": {"name": "int8_dither", "storage": "packed"}}
 def test_graphs_are_metered_or_refused_with_the_flag_that_helps(
     sections: dict[str, object], decode: str, prefill: str, options: dict[str, object], flag: str | None
 ) -> None:
-    policy = parse_policy({"version": 1, **sections})
     phases = SimpleNamespace(decode=SimpleNamespace(backend=decode), prefill=SimpleNamespace(backend=prefill))
     on_gpu = {"device": "cuda", "attention_backend": "triton", "cuda_graph_config": phases}
     with nullcontext() if flag is None else pytest.raises(UnsupportedError, match=flag):
-        refusals.check_graphs(policy, SimpleNamespace(**{**FINE, **on_gpu, **options}))
+        check_options(asked(sections, **{**on_gpu, **options}))
 
 
 def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = SimpleNamespace(**FINE | {"attention_backend": "triton"})
+    triton = asked(attention_backend="triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UnsupportedError, match="use --attention-backend torch_native"):
-        refusals.check_server(triton)
+        check_options(triton)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    refusals.check_server(triton)
+    check_options(triton)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton"])
 def test_backends_of_a_gpu_are_metered_there_alone(backend: str) -> None:
-    on_gpu = {**FINE, "device": "cuda", "attention_backend": backend}
-    refusals.check_server(SimpleNamespace(**on_gpu))
-    with pytest.raises(UnsupportedError, match=r"'trtllm_mha' is not metered; use .*flashinfer or fa3"):
-        refusals.check_server(SimpleNamespace(**on_gpu | {"decode_attention_backend": "trtllm_mha"}))
-    refusals.check_storage("simulated", SimpleNamespace(**on_gpu))
+    phases = SimpleNamespace(decode=SimpleNamespace(backend="disabled"), prefill=SimpleNamespace(backend="disabled"))
+    on_gpu = {"device": "cuda", "attention_backend": backend, "cuda_graph_config": phases}
+    check_options(asked(None, **on_gpu))
+    with pytest.raises(UnsupportedError, match=r"'trtllm_mha': it is not wrapped .*; use .*flashinfer or fa3"):
+        check_options(asked(None, **on_gpu | {"decode_attention_backend": "trtllm_mha"}))
     refused = pytest.raises(UnsupportedError, match=f"{backend}.*use --attention-backend triton")
     with nullcontext() if backend == "triton" else refused:
-        refusals.check_storage("packed", SimpleNamespace(**on_gpu))
+        check_options(asked(PACKED, **on_gpu))
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "fa3"])
@@ -307,7 +318,7 @@ def test_their_calls_go_through_the_meter(name: str) -> None:
     assert calls == [("decoded", True), ("extended", False)]
     assert backend.get_fused_kv_write_buffers(None, None) is None
     assert isinstance(backend, Stub)
-    assert name in refusals.BACKENDS
+    assert name in BACKENDS
 
 
 def backend_of(name: str, window: int | None = None) -> object:
@@ -323,7 +334,7 @@ def test_windows_and_caps_that_a_backend_does_not_follow_are_refused() -> None:
     windows.check_backend([windowed], backend_of("TorchNativeAttnBackend"))
     with pytest.raises(UnsupportedError, match="first chunks; use --attention-backend triton"):
         windows.check_backend([windowed], backend_of("FlashInferAttnBackend", 16))
-    with pytest.raises(UnsupportedError, match="caps its logits at 30, which SGLang's torch_native backend ignores"):
+    with pytest.raises(UnsupportedError, match="caps its logits at 30: SGLang's torch_native backend ignores the cap"):
         windows.check_backend([capped], backend_of("TorchNativeAttnBackend"))
     with pytest.raises(UnsupportedError, match="a window of 17 tokens under a TritonAttnBackend that reads 13 of them"):
         windows.check_backend([windowed], backend_of("TritonAttnBackend", 12))
@@ -341,7 +352,7 @@ def test_the_table_of_windows_is_sglangs_own() -> None:
     less, whole = kit._SWA_DECODE_MIN_SEQ_LEN_WINDOW, kit._SWA_DECODE_EXTEND_WINDOW
     assert "triton" in less
     assert {"torch_native", "fa3", "flashinfer"} <= whole
-    assert set(refusals.BACKENDS) <= less | whole
+    assert set(BACKENDS) <= less | whole
     for backend, decoded in ((TritonAttnBackend, 15), (TorchNativeAttnBackend, 16)):
         assert windows.window_left(backend, layer, True) == decoded
         assert windows.window_left(backend, layer, False) == 16
@@ -350,27 +361,29 @@ def test_the_table_of_windows_is_sglangs_own() -> None:
 
 
 def test_an_abort_on_several_ranks_is_refused() -> None:
-    refusals.check_gate(True, "serve", SimpleNamespace(tp_size=2, device="cpu"))
+    gates = {end: {**NONE, "gate": {"kind": "certified", "on_exhausted": end}} for end in ("serve", "abort")}
+    check_options(asked(gates["serve"], tp_size=2))
     with pytest.raises(UnsupportedError, match="part ways"):
-        refusals.check_gate(True, "abort", SimpleNamespace(tp_size=2, device="cpu"))
+        check_options(asked(gates["abort"], tp_size=2))
 
 
 def test_packed_storage_beside_a_cache_dtype() -> None:
-    fine = (("packed", "cpu", "auto"), ("packed", "cuda", "auto"), ("simulated", "cuda", "bf16"))
-    for storage, device, dtype in fine:
-        refusals.check_storage(storage, SimpleNamespace(**FINE | {"device": device, "kv_cache_dtype": dtype}))
+    check_options(asked(PACKED))
+    check_options(asked(kv_cache_dtype="bf16"))
     with pytest.raises(UnsupportedError, match="bf16"):
-        refusals.check_storage("packed", SimpleNamespace(**FINE | {"kv_cache_dtype": "bf16"}))
+        check_options(asked(PACKED, kv_cache_dtype="bf16"))
 
 
 def test_outliers_in_sixteen_bit_need_a_model_of_it() -> None:
-    bypass = REGISTRY.get("int8_dither_bypass", {"pairs": 8})
-    refusals.check_bypass(bypass, SimpleNamespace(dtype=torch.bfloat16, head_dim=16))
-    refusals.check_bypass(REGISTRY.get("int8_dither"), SimpleNamespace(dtype=torch.float32, head_dim=16))
+    def bypass(pairs: int) -> dict[str, object]:
+        return {"quantizer": {"name": "int8_dither_bypass", "params": {"pairs": pairs}, "storage": "packed"}}
+
+    check_served(served(bypass(8), dtype=torch.bfloat16, head_dim=16, v_head_dim=16), KNOWN)
+    check_served(served({"quantizer": {"name": "int8_dither"}}, dtype=torch.float32), KNOWN)
     with pytest.raises(UnsupportedError, match="bfloat16"):
-        refusals.check_bypass(bypass, SimpleNamespace(dtype=torch.float32, head_dim=64))
-    with pytest.raises(UnsupportedError, match="8 channel pairs"):
-        refusals.check_bypass(bypass, SimpleNamespace(dtype=torch.float16, head_dim=8))
+        check_served(served(bypass(8), dtype=torch.float32), KNOWN)
+    with pytest.raises(UnsupportedError, match="9 channel pairs of a head of 16 channels, which has 8"):
+        check_served(served(bypass(9), dtype=torch.float16, head_dim=16, v_head_dim=16), KNOWN)
 
 
 def model_config(**changes: Any) -> SimpleNamespace:
@@ -390,6 +403,21 @@ def model_config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**fields, "head_dim": 64, "v_head_dim": 64, **changes})
 
 
+KNOWN = [row for row in ROWS if row is not NO_CLASS]
+"""Without the question whether SGLang has a class for an architecture, which these have not."""
+
+
+def served(
+    policy: Mapping[str, object] | None = None,
+    backend: str = "torch_native",
+    kv_cache_dtype: str = "auto",
+    device: str = "cpu",
+    **changes: object,
+) -> SglangModel:
+    """A model of two layers with these changes, about to be served."""
+    return SglangModel(model_config(**changes), policy_of(**(policy or {})), device, backend, kv_cache_dtype)
+
+
 def attending(*layers: int) -> SimpleNamespace:
     """A configuration that SGLang knows as hybrid, in what is read of it."""
     return SimpleNamespace(full_attention_layer_ids=list(layers))
@@ -397,9 +425,9 @@ def attending(*layers: int) -> SimpleNamespace:
 
 def test_models_refused_by_name() -> None:
     capped = {"text": {"attn_logit_softcapping": 50.0}}
-    refusals.check_model(model_config(), "torch_native")
-    refusals.check_model(model_config(**capped), "triton")
-    refusals.check_model(model_config(text={"sliding_window": 128}), "triton")  # in the ordinary pool
+    refuse(KNOWN, served())
+    refuse(KNOWN, served(backend="triton", text=capped["text"]))
+    refuse(KNOWN, served(backend="triton", text={"sliding_window": 128}))  # in the ordinary pool
     for changes, named in (
         (capped, "attn_logit_softcapping"),
         ({"head_dim": 192, "v_head_dim": 128}, "equal widths"),
@@ -425,7 +453,7 @@ def test_models_refused_by_name() -> None:
         ({"text": {"gated_attention_layers": [1]}}, "gated_attention_layers .* not understood"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            refusals.check_model(model_config(**changes), "torch_native")
+            refuse(KNOWN, served(**changes))
 
 
 def policy_of(**sections: object) -> Policy:
@@ -522,7 +550,7 @@ def test_a_pool_of_another_kind_is_named_before_it_is_looked_into(
         model=torch.nn.Module(),
         dtype=torch.float32,
     )
-    with pytest.raises(SystemExit, match=f"^witcert: the server uses {name}; metered is MHATokenToKVPool"):
+    with pytest.raises(SystemExit, match=f"^witcert: the server uses {name}: .*; metered is MHATokenToKVPool"):
         server.make_runtime(runner, None)
     runner.model_config = ModelConfig(str(CONFIGS / "qwen3_next_80b"))
     with pytest.raises(SystemExit, match=r"^witcert: Qwen3NextForCausalLM has layers without a KV cache"):
@@ -545,20 +573,22 @@ def test_an_error_of_ours_at_the_start_is_one_line_that_names_it(
 
 
 def test_a_pool_narrower_than_the_model_is_refused() -> None:
-    refusals.check_model(model_config(dtype=torch.bfloat16), "triton", "bf16")
+    refuse(KNOWN, served(backend="triton", kv_cache_dtype="bf16", dtype=torch.bfloat16))
     with pytest.raises(UnsupportedError, match="bf16 under a float32 model"):
-        refusals.check_model(model_config(), "triton", "bf16")
+        refuse(KNOWN, served(backend="triton", kv_cache_dtype="bf16"))
 
 
 def test_pools_refused_by_name() -> None:
+    pool = SimpleNamespace(kv_cache_layout="nhd", dtype=torch.float32)
     with pytest.raises(UnsupportedError, match="SimpleNamespace"):
-        refusals.check_pool(SimpleNamespace(kv_cache_layout="nhd", dtype=torch.float32))
+        refuse(POOL_ROWS, ServedPool(pool, policy_of(), torch.float32))
 
 
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "version", lambda _name: "0.6.0")
+    ADAPTER.check_version()
+    monkeypatch.setattr("sglang.__version__", "0.6.0")
     with pytest.raises(UnsupportedError, match=r"0\.6\.0"):
-        refusals.check_version()
+        ADAPTER.check_version()
 
 
 def attention_layer(layer_id: int, **changes: object) -> torch.nn.Module:
@@ -569,11 +599,11 @@ def attention_layer(layer_id: int, **changes: object) -> torch.nn.Module:
 
 
 def test_layers_refused_by_name() -> None:
-    refusals.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 2)
+    check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 2)
     with pytest.raises(UnsupportedError, match="pool of 1 layers"):
-        refusals.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 1)
+        check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 1)
     with pytest.raises(UnsupportedError, match="belongs to one"):
-        refusals.check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(0)]), 2)
+        check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(0)]), 2)
     for changes, named in (
         ({"is_cross_attention": True}, "cross-attention"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
@@ -582,9 +612,9 @@ def test_layers_refused_by_name() -> None:
         ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            refusals.check_layers(torch.nn.ModuleList([attention_layer(0, **changes)]), 1)
+            check_layers(torch.nn.ModuleList([attention_layer(0, **changes)]), 1)
 
 
 def test_float32_on_a_gpu_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="TF32"):
-        refusals.check_model(model_config(), "triton", "auto", "cuda")
+        refuse(KNOWN, served(backend="triton", device="cuda"))

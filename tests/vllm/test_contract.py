@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from witcert_vllm import contract
+import witcert_vllm
+from witcert_vllm import plugin
+from witcert_vllm.contract import CONTRACT
 from witcert_vllm.doctor import examine, of_model
 
 from witcert_core.policy.model import parse_policy
+from witcert_core.serving.contract import Members, Signature, broken
 
 pytestmark = pytest.mark.vllm
 
@@ -18,17 +22,31 @@ POLICY = parse_policy({"version": 1, "quantizer": {"name": "int8_dither"}, "mete
 
 
 def test_vllm_keeps_the_contract() -> None:
-    assert contract.broken() == []
+    assert broken(CONTRACT) == []
+    assert broken(Signature(hook.target, hook.parameters) for hook in plugin.hooks()) == []
 
 
 def test_the_name_that_changed_is_named() -> None:
-    signatures = {"vllm.v1.core.sched.scheduler.Scheduler.finish_requests": ("self", "rids")}
-    fields = {"vllm.v1.outputs.KVConnectorOutput": ("worker_meta",)}
-    changed, gone = contract.broken(signatures, fields)
+    signature = Signature("vllm.v1.core.sched.scheduler.Scheduler.finish_requests", ("self", "rids"))
+    fields = Members("vllm.v1.outputs.KVConnectorOutput", ("worker_meta",))
+    changed, gone = broken([signature, fields])
     assert changed.startswith("vllm.v1.core.sched.scheduler.Scheduler.finish_requests: takes (self, request_ids")
     assert gone == "vllm.v1.outputs.KVConnectorOutput.worker_meta: no longer there"
-    (missing,) = contract.broken({"vllm.v1.core.sched.scheduler.Scheduler.no_such": ()}, {})
+    (missing,) = broken([Signature("vllm.v1.core.sched.scheduler.Scheduler.no_such", ())])
     assert missing.startswith("vllm.v1.core.sched.scheduler.Scheduler.no_such: ")
+
+
+def test_every_name_imported_from_vllm_is_in_the_contract() -> None:
+    known = {entry.target for entry in CONTRACT} | {
+        f"{entry.target}.{name}" for entry in CONTRACT if isinstance(entry, Members) for name in entry.names
+    }
+    imported = set()
+    for file in Path(witcert_vllm.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+                imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+    assert len(imported) > 15
+    assert [name for name in sorted(imported) if not any(f"{k}.".startswith(f"{name}.") for k in known)] == []
 
 
 def test_the_doctor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +58,10 @@ def test_the_doctor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "private names of vLLM are as expected" in said["contract"]
     assert said["metered"].startswith("2 of 4 layers x 4 query heads: 8 cells a row, tier probabilistic")
     assert "WITCERT_POLICY is not set" in said["switch"]
+    assert said["memory"] == "168 B of witnesses a token beside 2.0 KiB of keys and values"
+    assert ("note", "not metered", "layers [2, 3]: left out by meter.layers") in [
+        (finding.level, finding.subject, finding.text) for finding in found
+    ]
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert [f.subject for f in examine(None, POLICY) if f.level == "refused"] == ["plugin"]
 

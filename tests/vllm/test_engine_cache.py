@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -12,9 +13,11 @@ from engine import in_own_process, running_engine
 from readback import compared_outputs
 from vllm.config.cache import CacheDType
 from witcert_demo.tasks import Sample
-from witcert_vllm import backend, refusals
+from witcert_vllm.refusals.server import ENGINE_ROWS, READ_BACK, Resolved
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.policy.model import parse_policy
+from witcert_core.serving.refusals import refuse
 
 pytestmark = pytest.mark.vllm
 
@@ -71,21 +74,37 @@ def test_int8_per_token_head(checkpoint: Path, tmp_path: Path, samples: list[Sam
     assert 1e-4 < answer["summary"]["audit"]["tv_max"] <= answer["summary"]["worst"]["meter"]
 
 
-def test_every_cache_vllm_has_is_metered_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+STOCK = "vllm.v1.attention.backends"
+TRITON = {"CPU_ATTN": f"{STOCK}.triton_attn.TritonAttentionBackend"}
+CPU = {"CPU_ATTN": f"{STOCK}.cpu_attn.CPUAttentionBackend"}
+
+
+def check(
+    stock: dict[str, str], cache: str, dtype: torch.dtype = torch.float32, reads: str = "stored", device: str = "cpu"
+) -> None:
+    """Whether vLLM's own cache can be metered; stock: what backends are wrapped."""
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        cache_config=SimpleNamespace(cache_dtype=cache),
+        model_config=SimpleNamespace(dtype=dtype),
+    )
+    policy = parse_policy({"version": 1, "quantizer": {"name": "engine"}, "prefill_reads": reads})
+    refuse(ENGINE_ROWS, Resolved(config, policy, stock))
+
+
+def test_every_cache_vllm_has_is_metered_or_refused() -> None:
     """TurboQuant too, whose backend needs a GPU: vLLM itself would take its name here and store something else."""
-    monkeypatch.setitem(backend.STOCK, "CPU_ATTN", "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend")
-    for dtype in refusals.READ_BACK:
-        refusals.check_engine_cache(dtype, torch.float32, "stored", "cpu", backend.STOCK)
-    others = set(get_args(CacheDType)) - set(refusals.READ_BACK)
+    for dtype in READ_BACK:
+        check(TRITON, dtype)
+    others = set(get_args(CacheDType)) - set(READ_BACK)
     assert "turboquant_k8v4" in others
     for dtype in others:
-        with pytest.raises(UnsupportedError, match=f"--kv-cache-dtype {dtype} "):
-            refusals.check_engine_cache(dtype, torch.float32, "stored", "cpu", backend.STOCK)
+        with pytest.raises(UnsupportedError, match=f"--kv-cache-dtype {dtype}: "):
+            check(TRITON, dtype)
 
 
-def test_caches_that_cannot_be_read_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backend.STOCK, "CPU_ATTN", "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend")
-    refusals.check_engine_cache("fp8", torch.float32, "stored", "cpu", backend.STOCK)
+def test_caches_that_cannot_be_read_back_are_refused() -> None:
+    check(CPU, "fp8")
     for arguments, named in (
         (("auto", torch.float32, "stored", "cpu"), "quantizes nothing"),
         (("fp8", torch.bfloat16, "stored", "cuda"), "cuda"),
@@ -96,4 +115,4 @@ def test_caches_that_cannot_be_read_back_are_refused(monkeypatch: pytest.MonkeyP
         (("int4_per_token_head", torch.float32, "stored", "cpu"), "int4_per_token_head.*not known"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            refusals.check_engine_cache(*arguments, backend.STOCK)
+            check(CPU, *arguments)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from conftest import samples_of_each_task
 from engine import running_engine
-from witcert_vllm import refusals
 from witcert_vllm.geometry import rotary_modules
+from witcert_vllm.refusals.server import CONFIG_ROWS, Resolved
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy.plugins import quantizer_registry
+from witcert_core.policy.model import parse_policy
+from witcert_core.serving.refusals import refuse
 
 pytestmark = pytest.mark.vllm
 
@@ -45,15 +46,21 @@ def test_answers_audits_and_shared_prefixes(
 
 @pytest.mark.parametrize(("name", "unit"), [("kivi", 32), ("kvquant", 64), ("nvfp4", 1)])
 def test_blocks_that_would_split_a_group_are_refused(name: str, unit: int) -> None:
-    quantizer = quantizer_registry().get(name)
+    (row,) = [row for row in CONFIG_ROWS if "several tokens together" in row.what]
+    policy = parse_policy({"version": 1, "quantizer": {"name": name}})
+
+    def check(block_size: int, shares: bool) -> None:
+        cache = SimpleNamespace(block_size=block_size, enable_prefix_caching=shares)
+        refuse([row], Resolved(SimpleNamespace(cache_config=cache), policy, {}))
+
     for block_size in (16, 32, 64, 128):
-        cache = SimpleNamespace(block_size=block_size, enable_prefix_caching=True)
+        check(block_size, shares=False)
         if block_size % unit == 0:
-            refusals.check_sharing(quantizer, cache)
+            check(block_size, shares=True)
             continue
-        with pytest.raises(UnsupportedError, match=f"use --block-size {unit} or --no-enable-prefix-caching"):
-            refusals.check_sharing(quantizer, cache)
-        refusals.check_sharing(quantizer, SimpleNamespace(block_size=block_size, enable_prefix_caching=False))
+        said = f"takes {unit} tokens together, .* in units of {block_size}: .*--block-size that is a multiple of that"
+        with pytest.raises(UnsupportedError, match=said):
+            check(block_size, shares=True)
 
 
 def test_the_rotary_embedding_beside_a_layer_is_found() -> None:

@@ -17,11 +17,24 @@ from engine import write_policy
 from servers import command, environment
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
-from witcert_vllm import refusals, startup
+from witcert_vllm import startup, worker
+from witcert_vllm.adapter import ADAPTER
 from witcert_vllm.doctor import of_model
+from witcert_vllm.refusals.model import ROWS, VllmModel, untried_device
+from witcert_vllm.refusals.server import (
+    CACHE_ROWS,
+    OPTIONS,
+    Resolved,
+    check_connector,
+    check_engine_args,
+    check_resolved,
+)
+from witcert_vllm.refusals.worker import check_specs
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy.model import load_policy, parse_policy
+from witcert_core.serving.models import served
+from witcert_core.serving.refusals import refuse
 
 pytestmark = pytest.mark.vllm
 NONE = {"quantizer": {"name": "none"}}
@@ -112,10 +125,10 @@ def test_a_broken_adapter_stops_the_server(checkpoint: Path, tmp_path: Path) -> 
 
 
 def test_a_lost_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from witcert_vllm.hooks import Wrapped, wrap
+    from witcert_vllm.hooks import Hook, apply
 
     with pytest.raises(UnsupportedError, match=r"LLMEngine\.no_such_thing"):
-        wrap(Wrapped("vllm.v1.engine.llm_engine.LLMEngine.no_such_thing", lambda: None, ()))
+        apply(Hook("vllm.v1.engine.llm_engine.LLMEngine.no_such_thing", lambda: None, ()))
 
 
 def test_an_unknown_quantizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +147,10 @@ def test_policy_with_a_typo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     with pytest.raises(UnsupportedError, match=r"0\.33\.0"):
-        refusals.check_version()
+        ADAPTER.check_version()
 
 
-FINE = {name: allowed for name, (allowed, _) in refusals.REFUSED_OPTIONS.items()}
+FINE = {option.name: option.allowed for option in OPTIONS}
 
 
 @pytest.mark.parametrize(
@@ -159,26 +172,26 @@ FINE = {name: allowed for name, (allowed, _) in refusals.REFUSED_OPTIONS.items()
     ],
 )
 def test_options_refused_by_name(option: str, value: object, named: str) -> None:
-    refusals.check_engine_args(SimpleNamespace(**FINE))
+    check_engine_args(SimpleNamespace(**FINE))
     with pytest.raises(UnsupportedError, match=named):
-        refusals.check_engine_args(SimpleNamespace(**{**FINE, option: value}))
+        check_engine_args(SimpleNamespace(**{**FINE, option: value}))
 
 
 def test_a_server_past_the_python_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(UnsupportedError, match="VLLM_USE_RUST_FRONTEND"):
-        refusals.check_engine_args(SimpleNamespace(**FINE))
+        check_engine_args(SimpleNamespace(**FINE))
 
 
 def test_what_no_option_asked_for_is_refused() -> None:
     """A model in speculators format names a draft model; VLLM_DP_SIZE makes replicas."""
     speculative, replicas = SimpleNamespace(method="eagle3"), SimpleNamespace(data_parallel_size=2)
     alone = SimpleNamespace(data_parallel_size=1)
-    refusals.check_resolved(SimpleNamespace(speculative_config=None, parallel_config=alone))
+    check_resolved(SimpleNamespace(speculative_config=None, parallel_config=alone))
     with pytest.raises(UnsupportedError, match=r"'eagle3'.*speculative decoding"):
-        refusals.check_resolved(SimpleNamespace(speculative_config=speculative, parallel_config=alone))
+        check_resolved(SimpleNamespace(speculative_config=speculative, parallel_config=alone))
     with pytest.raises(UnsupportedError, match="data parallelism"):
-        refusals.check_resolved(SimpleNamespace(speculative_config=None, parallel_config=replicas))
+        check_resolved(SimpleNamespace(speculative_config=None, parallel_config=replicas))
 
 
 TEXT = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
@@ -203,9 +216,13 @@ def model(text: dict[str, object] | None = None, **changes: object) -> SimpleNam
     return made
 
 
+def about_to_be_served(text: dict[str, object] | None = None, device: str = "cpu", **changes: object) -> VllmModel:
+    return VllmModel(model(text, **changes), parse_policy({"version": 1, **NONE}), device)
+
+
 def test_models_refused_by_name() -> None:
-    refusals.check_model(model(), "cpu")
-    refusals.check_model(model({"sliding_window": 128, "layer_types": ["full_attention"] * 2}), "cpu")  # of no layer
+    refuse(ROWS, about_to_be_served())
+    refuse(ROWS, about_to_be_served({"sliding_window": 128, "layer_types": ["full_attention"] * 2}))  # of no layer
     for changes, named in (
         ({"use_mla": True}, "MLA"),
         ({"runner_type": "pooling"}, "does not generate"),
@@ -226,9 +243,9 @@ def test_models_refused_by_name() -> None:
         ({"text": {"gated_attention_layers": [1]}}, "gated_attention_layers .* not understood"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            refusals.check_model(model(**changes), "cpu")
+            refuse(ROWS, about_to_be_served(**changes))
     with pytest.raises(UnsupportedError, match="TF32"):
-        refusals.check_model(model(), "cuda")
+        refuse(ROWS, about_to_be_served(device="cuda"))
 
 
 @pytest.mark.parametrize("name", ["jamba", "mistral7b_v01"])
@@ -247,7 +264,7 @@ def test_the_doctor_and_the_server_refuse_a_model_with_one_voice(
 def test_an_error_of_ours_at_the_start_is_one_line_that_names_it(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(refusals, "check_bypass", lambda *_: dict[str, int]()["head_dim"])
+    monkeypatch.setattr(served, "check_quantizer", lambda *_: dict[str, int]()["head_dim"])
     with caplog.at_level("DEBUG", "witcert_core.serving.startup"):
         line = refused_config(checkpoint, write_policy(tmp_path / "p.yaml", **NONE), monkeypatch)
     assert line.startswith("witcert: KeyError: 'head_dim' (in ")
@@ -258,27 +275,37 @@ def test_an_error_of_ours_at_the_start_is_one_line_that_names_it(
 
 def test_the_doctor_says_that_nothing_here_has_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, until it has; the banner has the same."""
-    assert refusals.untried_device("cpu") == ""
+    assert untried_device("cpu") == ""
     path = str(Path(__file__).parents[1] / "data" / "configs" / "llama31_8b")
     policy = parse_policy({"version": 1, **NONE})
     assert not [finding for finding in of_model(path, policy) if finding.subject == "device"]
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type="cuda"))
     (finding,) = [finding for finding in of_model(path, policy) if finding.subject == "device"]
-    assert (finding.level, finding.text) == ("note", refusals.untried_device("cuda"))
+    assert (finding.level, finding.text) == ("note", untried_device("cuda"))
     assert "under vLLM on 'cuda' were compiled and interpreted, and never run on a GPU" in finding.text
 
 
 def test_caches_refused_by_name() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-    refusals.check_cache_dtype("auto", torch.float32)
-    refusals.check_cache_dtype("bfloat16", torch.bfloat16)
+    def check(cache: str, dtype: torch.dtype) -> None:
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(cache_dtype=cache), model_config=SimpleNamespace(dtype=dtype)
+        )
+        refuse(CACHE_ROWS, Resolved(config, parse_policy({"version": 1, **NONE}), {}))
+
+    check("auto", torch.float32)
+    check("bfloat16", torch.bfloat16)
     with pytest.raises(UnsupportedError, match="bfloat16 under a float32 model"):
-        refusals.check_cache_dtype("bfloat16", torch.float32)
+        check("bfloat16", torch.float32)
+    with pytest.raises(UnsupportedError, match=r"fp8_e5m2: .*to meter that cache"):
+        check("fp8_e5m2", torch.float32)
+    with pytest.raises(UnsupportedError, match=r"turboquant_k8v4: .*use --kv-cache-dtype auto"):
+        check("turboquant_k8v4", torch.float32)
     shape = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
-    refusals.check_specs({"l": FullAttentionSpec(**shape)})
+    check_specs({"l": FullAttentionSpec(**shape)})
     with pytest.raises(UnsupportedError, match="SlidingWindowSpec"):
-        refusals.check_specs({"l": SlidingWindowSpec(**shape, sliding_window=64)})
+        check_specs({"l": SlidingWindowSpec(**shape, sliding_window=64)})
 
 
 def test_a_worker_says_in_one_line_what_it_refuses(
@@ -302,7 +329,7 @@ def test_a_worker_says_in_one_line_what_it_refuses(
         Worker().determine_available_memory()
     assert capsys.readouterr().err.startswith("witcert: layer l keeps its cache as SlidingWindowSpec")
     # An error of our own code is named likewise, one of vLLM's (here: of the stock class) is left to it.
-    monkeypatch.setattr(refusals, "check_specs", lambda specs: specs.no_such_thing)
+    monkeypatch.setattr(worker, "check_specs", lambda specs: specs.no_such_thing)
     with pytest.raises(AttributeError):
         Worker().determine_available_memory()
     (line,) = capsys.readouterr().err.splitlines()
@@ -317,7 +344,7 @@ def test_connectors() -> None:
     """One beside ours counts what it loads as unknown; where that cannot be, it is refused."""
     theirs = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     observe = parse_policy({"version": 1, **NONE})
-    refusals.check_connector(theirs, observe)
+    check_connector(theirs, observe)
     both = startup.with_connector(theirs)
     assert both.kv_connector == "MultiConnector"
     assert startup.has_own(both)
@@ -332,4 +359,4 @@ def test_connectors() -> None:
         ({**NONE, "gate": {"kind": "combined"}}, "gate.kind"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            refusals.check_connector(theirs, parse_policy({"version": 1, **policy}))
+            check_connector(theirs, parse_policy({"version": 1, **policy}))

@@ -12,7 +12,7 @@ import pytest
 from engine import write_policy
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
-from witcert_vllm import refusals
+from witcert_vllm.refusals.worker import attention_layers
 
 from witcert_core.errors import UnsupportedError
 
@@ -31,8 +31,9 @@ import witcert_vllm
 witcert_vllm.load()
 from vllm.v1.attention.backends.registry import register_backend
 register_backend(Backend.CUSTOM, "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend")  # after ours
-from witcert_vllm import backend, refusals
-backend.take_over(refusals.BACKENDS)
+from witcert_vllm import backend
+from witcert_vllm.refusals.server import BACKENDS
+backend.take_over(BACKENDS)
 from vllm.platforms import cuda
 chosen = {}
 for capability in ((8, 0), (9, 0), (10, 0)):
@@ -91,9 +92,9 @@ def test_a_backend_that_is_not_wrapped_is_refused() -> None:
     )
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"l.0": layer}))
     with pytest.raises(UnsupportedError, match="FlexAttentionBackend"):
-        refusals.attention_layers(config)
+        attention_layers(config)
     layer.__dict__["impl"] = SimpleNamespace(witcert_metered=True)
-    assert list(refusals.attention_layers(config)) == ["l.0"]
+    assert list(attention_layers(config)) == ["l.0"]
     for changes, named in (
         ({"attn_type": AttentionType.ENCODER_ONLY}, "ENCODER_ONLY"),
         ({"kv_sharing_target_layer_name": "l.1"}, "another layer"),
@@ -104,5 +105,5 @@ def test_a_backend_that_is_not_wrapped_is_refused() -> None:
         kept = dict(layer.__dict__)
         layer.__dict__.update(changes)
         with pytest.raises(UnsupportedError, match=named):
-            refusals.attention_layers(config)
+            attention_layers(config)
         layer.__dict__.update(kept)

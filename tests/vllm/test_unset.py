@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from witcert_vllm import refusals
+from witcert_vllm.refusals.server import OPTIONS, WORKERS
 
 pytestmark = pytest.mark.vllm
 
@@ -40,13 +40,13 @@ def test_every_refused_option_is_an_option_with_a_fine_default() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     defaults = EngineArgs.__dataclass_fields__
-    for option, (allowed, _why) in refusals.REFUSED_OPTIONS.items():
-        assert option in defaults
-        assert defaults[option].default == allowed or not defaults[option].default
+    for option in OPTIONS:
+        assert option.name in defaults
+        assert defaults[option.name].default == option.allowed or not defaults[option.name].default
 
 
 def test_the_workers_we_extend_exist() -> None:
-    for stock, ours in refusals.WORKERS.items():
+    for stock, ours in WORKERS.items():
         if "cpu" in stock:
             assert issubclass(pkgutil.resolve_name(ours), pkgutil.resolve_name(stock))
 

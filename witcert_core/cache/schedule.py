@@ -95,16 +95,9 @@ class QuantizeSchedule:
             waits.append(f"keeps the newest {self.recent_tokens} exact")
         return " and ".join([", ".join(waits[:-1]), waits[-1]] if len(waits) > 1 else waits)
 
-    def check_sharing(self, unit: int, how: str) -> None:
-        """Raise UnsupportedError if the engine shares prefixes in units of `unit` tokens that may split a group.
-
-        how: what the operator can change, e.g. "--page-size 64 or --disable-radix-cache".
-        """
-        if unit % self.sharing_unit:
-            raise UnsupportedError(
-                f"this quantizer works on {self.sharing_unit} tokens together, but requests share prefixes in units of "
-                f"{unit}, so two requests could part inside a group; use {how}"
-            )
+    def may_share(self, unit: int) -> bool:
+        """Whether requests can share prefixes in units of `unit` tokens without one of them ending inside a group."""
+        return unit % self.sharing_unit == 0
 
 
 @dataclass(frozen=True)

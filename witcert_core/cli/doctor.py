@@ -12,9 +12,8 @@ from witcert_core.errors import InputError, did_you_mean, listed
 from witcert_core.policy.loader import read_yaml
 from witcert_core.policy.model import Policy, load_policy, parse_policy
 from witcert_core.policy.presets import PRESETS, preset_text
-from witcert_core.serving.doctor import ADAPTERS, Finding, examine, installed_engines
+from witcert_core.serving.doctor import ADAPTERS, POLICY_VARIABLE, Finding, examine, installed_engines
 
-POLICY_VARIABLE = "WITCERT_POLICY"
 REFUSES = 1
 
 

@@ -6,17 +6,29 @@ An adapter joins through the entry-point group `witcert.engines`: the name is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, Any, Literal
+from importlib.metadata import EntryPoint, version
+from typing import Any, Literal
 
+import torch
+
+from witcert_core.cache.capacity import side_bytes_per_head
+from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.policy import entry_points
+from witcert_core.policy.model import Policy
+from witcert_core.quantizers.layout import KVLayout
+from witcert_core.quantizers.rotary import RotarySpec
+from witcert_core.report.text import format_bytes
 from witcert_core.serving.hub import unreachable_hub
-from witcert_core.serving.startup import refuse_on_error
+from witcert_core.serving.models.served import ServedModel, model_checks
+from witcert_core.serving.refusals import Refusal
+from witcert_core.serving.startup import Adapter, refuse_on_error
 
-if TYPE_CHECKING:
-    from witcert_core.policy.model import Policy
+POLICY_VARIABLE = "WITCERT_POLICY"
+PLUGIN_NAME = "witcert"
+"""The name of an adapter in its engine's entry-point group."""
 
 ADAPTERS = {"sglang": "witcert-sglang", "vllm": "witcert-vllm"}
 """Engine -> the distribution that meters it, installed or not."""
@@ -40,15 +52,8 @@ def checked(subject: str, check: Callable[..., Any], *args: Any) -> Finding:
     return Finding("ok", subject, "can be metered")
 
 
-def verdict(checks: Iterable[tuple[str, Callable[[], Any]]], shown: Sequence[str]) -> list[Finding]:
-    """The first refusal among checks by subject, alone; without one, ok for the subjects that are shown."""
-    passed = []
-    for subject, check in checks:
-        finding = checked(subject, check)
-        if finding.level == "refused":
-            return [finding]
-        passed.append(finding)
-    return [finding for finding in passed if finding.subject in shown]
+def refused(findings: Iterable[Finding]) -> bool:
+    return any(finding.level == "refused" for finding in findings)
 
 
 def unreadable(path: str, error: Exception) -> Finding:
@@ -57,7 +62,111 @@ def unreadable(path: str, error: Exception) -> Finding:
     return Finding("refused", "model", f"{path} cannot be read: {said}")
 
 
-Examine = Callable[["str | None", "Policy"], list[Finding]]
+# What adapters find alike ----------------------------------------------------------------------------------------
+
+
+def versions(adapter: Adapter) -> Iterator[Finding]:
+    """Whether the engine is installed in the version that the adapter was tested with."""
+    yield Finding(
+        "ok",
+        "adapter",
+        f"{adapter.distribution} {version(adapter.distribution)}, tested with {adapter.engine} {adapter.tested}",
+    )
+    if not adapter.installed:
+        yield Finding("refused", "version", f"{adapter.engine} is not installed in this environment")
+        return
+    found = checked("version", adapter.check_version)
+    if found.level == "ok":
+        text = f"{adapter.engine} {adapter.installed_version()}, PyTorch {torch.__version__}"
+        found = Finding("ok", "version", text)
+    yield found
+
+
+def switched_on(adapter: Adapter, chosen: Sequence[str] | None) -> Iterator[Finding]:
+    """Whether the engine would find and run the plugin; chosen: the plugins that its variable names, None for all."""
+    if PLUGIN_NAME not in {entry.name for entry in entry_points.found(adapter.plugins)}:
+        yield Finding(
+            "refused",
+            "plugin",
+            f"no entry point {PLUGIN_NAME!r} in {adapter.plugins}: reinstall {adapter.distribution}",
+        )
+    elif chosen is not None and PLUGIN_NAME not in chosen:
+        yield Finding(
+            "refused", "plugin", f"{adapter.chooser}={os.environ[adapter.chooser]} leaves it out: add {PLUGIN_NAME}"
+        )
+    else:
+        yield Finding("ok", "plugin", f"{adapter.engine} finds it")
+    if not os.environ.get(POLICY_VARIABLE):
+        yield Finding("note", "switch", f"{POLICY_VARIABLE} is not set here: a server started so is not metered")
+
+
+def sharing(policy: Policy, flags: str) -> Iterator[Finding]:
+    """What the quantizer asks of the server's prefix cache; flags: options that grant it, with a place for a number."""
+    unit = QuantizeSchedule.of(policy.resolved_quantizer).sharing_unit
+    yield Finding("ok", "quantizer", f"{policy.quantizer.name} can be metered")
+    if unit > 1:
+        yield Finding("note", "flags", f"it takes {unit} tokens together: start the server with {flags.format(unit)}")
+
+
+def private_names(adapter: Adapter, lost: Sequence[str], count: int) -> Iterator[Finding]:
+    """lost: lines of `contract.broken` over `count` names."""
+    yield from (Finding("refused", "contract", line) for line in lost)
+    if not lost:
+        yield Finding("ok", "contract", f"{count} private names of {adapter.engine} are as expected")
+
+
+def verdict(model: ServedModel, rows: Sequence[Refusal[Any]]) -> list[Finding]:
+    """The first refusal of a model, alone, see `model_checks`; without one, ok for its kind and its head size."""
+    passed = []
+    for subject, check in model_checks(model, rows):
+        finding = checked(subject, check)
+        if finding.level == "refused":
+            return [finding]
+        passed.append(finding)
+    return [finding for finding in passed if finding.subject in ("model", "head size")]
+
+
+def coverage(model: ServedModel) -> Iterator[Finding]:
+    """Cells and bytes of what is metered, and a reason for everything that is not."""
+    policy, layers = model.policy, range(model.num_layers)
+    metered, quantized = policy.meter.layers_of(layers), policy.quantizer.layers_of(layers)
+    yield Finding(
+        "ok",
+        "metered",
+        f"{len(metered)} of {len(layers)} layers x {model.num_qo_heads} query heads: "
+        f"{len(metered) * model.num_qo_heads} cells a row, tier {policy.tier}; "
+        f"{'every row' if policy.stride == 1 else f'one decode row in {policy.stride}'}",
+    )
+    yield Finding("ok", "memory", memory(model))
+    for kept, why in (
+        (sorted(set(layers) - set(metered)), "left out by meter.layers"),
+        (sorted(set(layers) - set(quantized)), "kept exact by quantizer.layers, so there is nothing to meter"),
+    ):
+        if kept:
+            yield Finding("note", "not metered", f"layers {kept}: {why}")
+    if policy.stride > 1:
+        yield Finding("note", "not metered", "rows between the stride: reported as unknown")
+    if policy.prefill_reads == "chunk_exact":
+        yield Finding("note", "not metered", "rows of a first prompt chunk: they read no quantized key")
+
+
+def memory(model: ServedModel) -> str:
+    """Bytes of a token in all layers and heads, beside those of keys and values as they are."""
+    policy, quantizer, width = model.policy, model.policy.resolved_quantizer, model.head_dim
+    heads = model.num_kv_heads * model.num_layers
+    exact = format_bytes(2 * width * model.dtype.itemsize * heads)
+    if policy.quantizer.storage == "packed":
+        layout = KVLayout(width, stored_witness=quantizer.stored_witness, bypass_pairs=quantizer.bypass_pairs)
+        return f"{format_bytes(layout.bytes_per_token_head * heads)} a token, witnesses included, instead of {exact}"
+    rotary = RotarySpec(width, rotary_dim=model.attention.rotary_dim)
+    beside = side_bytes_per_head(quantizer, rotary, width, model.dtype.itemsize, policy.sketch_bits, policy.meter.bands)
+    return f"{format_bytes(beside * heads)} of witnesses a token beside {exact} of keys and values"
+
+
+# The command -------------------------------------------------------------------------------------------------------
+
+
+Examine = Callable[[str | None, Policy], list[Finding]]
 
 
 def installed_engines() -> dict[str, EntryPoint]:

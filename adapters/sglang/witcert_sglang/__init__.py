@@ -4,10 +4,7 @@ This module imports the standard library only: SGLang logs a plugin whose import
 everything that can fail is inside `load`, which stops the process instead.
 """
 
-import importlib.util
 import os
-
-POLICY_VARIABLE = "WITCERT_POLICY"
 
 
 def load() -> None:
@@ -16,16 +13,12 @@ def load() -> None:
     Raises SystemExit with one line when the policy, the quantizer or the engine cannot be used: SGLang catches
     ordinary exceptions here and would go on unmetered.
     """
-    path = os.environ.get(POLICY_VARIABLE)
+    path = os.environ.get("WITCERT_POLICY")
     if not path:
         return
-    if importlib.util.find_spec("sglang") is None:
-        raise SystemExit("witcert: SGLang is not installed in this environment; install sglang==0.5.23 into it")
     try:
-        from witcert_sglang.plugin import install
-
-        install(path)
+        from witcert_core.serving.startup import install_adapter
+        from witcert_sglang.adapter import ADAPTER
     except Exception as error:
-        deliberate = any(cls.__name__ == "WitCertError" for cls in type(error).__mro__)
-        said = " ".join(str(error).split())
-        raise SystemExit(f"witcert: {said if deliberate else f'{type(error).__name__}: {said}'}") from error
+        raise SystemExit(f"witcert: {type(error).__name__}: {error}") from error
+    install_adapter(ADAPTER, path)

@@ -1,4 +1,4 @@
-"""Every private name of SGLang that this adapter relies on, and the check that each is still what it was.
+"""Every private name of SGLang that this adapter relies on.
 
 The hooked functions are in `plugin.py` and `http.py`, with the parameters that each needs; this table has the rest:
 functions that are called, classes that are derived from, attributes that are read. `witcert doctor` and a test read it.
@@ -6,40 +6,8 @@ functions that are called, classes that are derived from, attributes that are re
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.util
-import inspect
-import pkgutil
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from witcert_sglang import refusals
-from witcert_sglang.hooks import Hook
-
-
-@dataclass(frozen=True)
-class Signature:
-    """A function or class whose parameters begin with these names.
-
-    in_source: a method read off its module's source, which cannot be imported without a GPU.
-    """
-
-    target: str
-    parameters: tuple[str, ...]
-    in_source: bool = False
-
-
-@dataclass(frozen=True)
-class Members:
-    """A class or module with these attributes (class attributes, fields, or set on `self` by one of its methods)."""
-
-    target: str
-    names: tuple[str, ...]
-
+from witcert_core.serving.contract import Members, Signature
+from witcert_sglang.refusals.server import OPTIONS
 
 _SRT = "sglang.srt"
 _ATTENTION = f"{_SRT}.layers.attention"
@@ -204,7 +172,7 @@ CONTRACT: tuple[Signature | Members, ...] = (
         f"{_SRT}.distributed.parallel_state.GroupCoordinator", ("rank_in_group", "world_size", "cpu_group", "ranks")
     ),
     Signature(f"{_SRT}.arg_groups.overrides.resolved_view", ("server_args",)),
-    Members(f"{_SRT}.server_args.ServerArgs", (*refusals.REFUSED_OPTIONS, *_OPTIONS)),
+    Members(f"{_SRT}.server_args.ServerArgs", (*(option.name for option in OPTIONS), *_OPTIONS)),
     Signature(f"{_SRT}.configs.model_config.ModelConfig.from_server_args", ("server_args",)),
     Signature(f"{_SRT}.configs.model_config.ModelConfig.get_num_kv_heads", ("self", "tensor_parallel_size")),
     Members(
@@ -237,89 +205,3 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Members(f"{_SRT}.managers.detokenizer_manager", ("run_detokenizer_process",)),
     Members(f"{_SRT}.managers.data_parallel_controller", ("run_data_parallel_controller_process",)),
 )
-
-
-def broken(contract: Iterable[Signature | Members] = CONTRACT) -> list[str]:
-    """One line for every entry that SGLang no longer keeps, beginning with the name that changed."""
-    found = []
-    for entry in contract:
-        if isinstance(entry, Signature) and entry.in_source:
-            if why := changed_in_source(entry):
-                found.append(f"{entry.target}: {why}")
-            continue
-        try:
-            owner = resolve(entry.target)
-        except (ImportError, AttributeError) as error:
-            found.append(f"{entry.target}: {error}")
-            continue
-        if isinstance(entry, Members):
-            lost = [name for name in entry.names if not has_member(owner, name)]
-            found += [f"{entry.target}.{name}: no longer there" for name in lost]
-        elif why := changed_parameters(owner, entry.parameters):
-            found.append(f"{entry.target}: {why}")
-    return found
-
-
-def broken_hooks(hooks: Iterable[Hook]) -> list[str]:
-    """The same for the functions that are hooked."""
-    return broken([Signature(hook.target, hook.parameters) for hook in hooks])
-
-
-def resolve(target: str) -> Any:
-    """The object a dotted name means, as it was before any hook wrapped it."""
-    owner, _, name = target.rpartition(".")
-    try:
-        raw = inspect.getattr_static(pkgutil.resolve_name(owner), name)
-    except AttributeError:
-        raw = pkgutil.resolve_name(target)  # a module nobody has imported yet
-    return inspect.unwrap(raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw)
-
-
-def changed_parameters(function: Any, expected: tuple[str, ...]) -> str:
-    """What is different about the leading parameters of a function, or ''."""
-    found = [name for name in inspect.signature(function).parameters if name != "cls" or "cls" in expected]
-    return difference(found, expected)
-
-
-def difference(found: list[str], expected: tuple[str, ...]) -> str:
-    if tuple(found[: len(expected)]) == expected:
-        return ""
-    return f"takes ({', '.join(found)}), expected ({', '.join(expected)}, ...)"
-
-
-def changed_in_source(entry: Signature) -> str:
-    """The same for a method whose module is read, not imported."""
-    module, owner, method = entry.target.rsplit(".", 2)
-    try:
-        spec = importlib.util.find_spec(module)
-    except ImportError as error:
-        return str(error)
-    if spec is None or spec.origin is None:
-        return "no such module"
-    for node in ast.parse(Path(spec.origin).read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name == owner:
-            for function in node.body:
-                if isinstance(function, ast.FunctionDef) and function.name == method:
-                    return difference([arg.arg for arg in function.args.args], entry.parameters)
-    return "no longer there"
-
-
-def has_member(owner: Any, name: str) -> bool:
-    """Whether a class or module has an attribute, has a field, or sets it on its instances."""
-    if hasattr(owner, name):
-        return True
-    for cls in getattr(owner, "__mro__", ()):
-        if name in vars(cls).get("__annotations__", {}):
-            return True
-        if cls.__module__.startswith("sglang") and sets_on_self(cls, name):
-            return True
-    return False
-
-
-def sets_on_self(cls: type[Any], name: str) -> bool:
-    return re.search(rf"\bself\.{name}(\s*:[^=\n]+)?\s*=(?!=)", source(cls)) is not None  # type: ignore[arg-type]
-
-
-@functools.cache
-def source(cls: type[Any]) -> str:
-    return inspect.getsource(cls)

@@ -32,19 +32,16 @@ def packed_bytes_per_token(quantizer: Quantizer, kvc: Any, num_layers: int) -> i
     return capacity.packed_bytes_per_token(layout, local_kv_heads(kvc), num_layers)
 
 
-def side_bytes_per_head(policy: Policy, config: Any, itemsize: int) -> int:
-    """Bytes of a token and KV head in the side tensors beside a pool of `itemsize` bytes an element.
-
-    config: SGLang's ModelConfig.
-    """
-    rotary = RotarySpec(config.head_dim, rotary_dim=rotary_dim(config.hf_text_config, config.head_dim))
-    return capacity.side_bytes_per_head(
-        policy.resolved_quantizer, rotary, config.v_head_dim, itemsize, policy.sketch_bits, policy.meter.bands
-    )
-
-
 def side_bytes_per_token(policy: Policy, kvc: Any, num_layers: int) -> int:
-    """The same for all layers and local heads, the token's row id and, if it waits to be quantized, a flag."""
-    per_head = side_bytes_per_head(policy, kvc.model_config, kvc.kv_cache_dtype.itemsize)
-    flag = 0 if QuantizeSchedule.of(policy.resolved_quantizer).immediate else 1
+    """Bytes of a token in the side tensors of all layers and local heads; its row id; if it may wait, a flag."""
+    config, quantizer = kvc.model_config, policy.resolved_quantizer
+    per_head = capacity.side_bytes_per_head(
+        quantizer,
+        RotarySpec(config.head_dim, rotary_dim=rotary_dim(config.hf_text_config, config.head_dim)),
+        config.v_head_dim,
+        kvc.kv_cache_dtype.itemsize,
+        policy.sketch_bits,
+        policy.meter.bands,
+    )
+    flag = 0 if QuantizeSchedule.of(quantizer).immediate else 1  # whether a token waits to be quantized
     return capacity.side_bytes_per_token(per_head, local_kv_heads(kvc), num_layers) + flag

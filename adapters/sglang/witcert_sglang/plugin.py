@@ -5,9 +5,10 @@ from __future__ import annotations
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
 from witcert_core.policy.model import Policy, load_policy
-from witcert_sglang import http, packed, refusals
+from witcert_sglang import http, packed
 from witcert_sglang.backend import metered_factory, no_fused_write
 from witcert_sglang.hooks import Hook, register
+from witcert_sglang.refusals.server import BACKENDS
 from witcert_sglang.startup import MainProcess, is_main_process
 from witcert_sglang.worker import SchedulerProcess, no_beams
 
@@ -76,10 +77,9 @@ def hooks(policy: Policy, scheduler: SchedulerProcess) -> list[Hook]:
 
 
 def install(policy_path: str) -> None:
-    """Read the policy and hook this process; called by `witcert_sglang.load`."""
-    refusals.check_version()
+    """Read the policy and hook this process; `witcert_sglang.load` calls it."""
     policy = load_policy(policy_path)
     scheduler = SchedulerProcess(policy)
-    for name in refusals.BACKENDS:
+    for name in BACKENDS:
         ATTENTION_BACKENDS[name] = metered_factory(ATTENTION_BACKENDS[name], scheduler.make_runtime)
     register(hooks(policy, scheduler))

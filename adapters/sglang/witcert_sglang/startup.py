@@ -12,8 +12,12 @@ from witcert_core.errors import UnsupportedError
 from witcert_core.policy.model import Policy
 from witcert_core.report.jsonl import check_writable
 from witcert_core.serving.doctor import unreadable
+from witcert_core.serving.models.served import check_served, unreadable_errors
+from witcert_core.serving.refusals import refuse
 from witcert_core.serving.startup import refuse_on_error
-from witcert_sglang import http, refusals
+from witcert_sglang import http
+from witcert_sglang.refusals.model import ARCH_ROWS, ROWS, SglangModel
+from witcert_sglang.refusals.server import Server, check_model_path, check_options, check_port
 
 _WORKERS = ("run_scheduler_process", "run_detokenizer_process", "run_data_parallel_controller_process")
 
@@ -25,8 +29,8 @@ class MainProcess:
         self.policy = policy
 
     def before_resolve(self, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
-        refuse_on_error(refusals.check_model_path, server_args.model_path)
-        refuse_on_error(check_kind_early, server_args)
+        refuse_on_error(check_model_path, server_args.model_path)
+        refuse_on_error(check_kind_early, self.policy, server_args)
 
     def after_check_server_args(self, _result: Any, server_args: Any) -> None:
         args = refuse_on_error(checked_options, self.policy, server_args)
@@ -34,7 +38,7 @@ class MainProcess:
         refuse_on_error(check_model, self.policy, config, args)
         if self.policy.report.jsonl:
             refuse_on_error(check_writable, self.policy.report.jsonl)
-        refuse_on_error(refusals.check_port, args.host, args.port)
+        refuse_on_error(check_port, args.host, args.port)
 
     def after_launch(self, result: Any, *_args: Any, **_kwargs: Any) -> None:
         self.expect_meter(result[3].scheduler_infos)
@@ -67,27 +71,19 @@ class MainProcess:
         http.STATE.status = status
 
 
-def check_model(policy: Policy, config: Any, args: Any) -> None:
-    """Raise what refuses a model (SGLang's `ModelConfig`) under the server's options as SGLang resolved them."""
-    cache_dtype = "auto" if policy.meters_engine else args.kv_cache_dtype
-    refusals.check_served_model(
-        config, policy, policy.resolved_quantizer, args.attention_backend, cache_dtype, args.device
-    )
-
-
 def checked_options(policy: Policy, server_args: Any) -> Any:
     """The server's options as SGLang resolved them; UnsupportedError for some that cannot be metered."""
     from sglang.srt.arg_groups.overrides import resolved_view
 
     args = resolved_view(server_args)
-    refusals.check_server(args, policy.meters_engine)
-    refusals.check_graphs(policy, args)
-    if policy.meters_engine:
-        refusals.check_engine_cache(policy.prefill_reads, args)
-    refusals.check_gate(policy.repairs, policy.gate.on_exhausted, args)
-    refusals.check_storage(policy.quantizer.storage, args)
-    refusals.check_sharing(policy.resolved_quantizer, args)
+    check_options(Server(args, policy))
     return args
+
+
+def check_model(policy: Policy, config: Any, args: Any) -> None:
+    """Raise what refuses a model (SGLang's `ModelConfig`) under the server's options as SGLang resolved them."""
+    cache_dtype = "auto" if policy.meters_engine else args.kv_cache_dtype
+    check_served(SglangModel(config, policy, args.device, args.attention_backend, cache_dtype), ROWS)
 
 
 def is_main_process() -> bool:
@@ -101,7 +97,7 @@ def is_main_process() -> bool:
     return frame is None
 
 
-def check_kind_early(server_args: Any) -> None:
+def check_kind_early(policy: Policy, server_args: Any) -> None:
     """Raise UnsupportedError for a model directory of a kind that SGLang, resolving its options, may trip over first.
 
     What cannot be read before the options are resolved is left to SGLang, and to the checks after that.
@@ -112,9 +108,9 @@ def check_kind_early(server_args: Any) -> None:
         return
     try:
         config = ModelConfig.from_server_args(server_args)
-    except refusals.unreadable_errors():
+    except unreadable_errors():
         return
-    refusals.check_kind(config)
+    refuse(ARCH_ROWS, SglangModel(config, policy, "cpu", ""))
 
 
 def model_config(server_args: Any) -> Any:
@@ -123,5 +119,5 @@ def model_config(server_args: Any) -> Any:
 
     try:
         return ModelConfig.from_server_args(server_args)
-    except refusals.unreadable_errors() as error:
+    except unreadable_errors() as error:
         raise UnsupportedError(f"--model-path {unreadable(server_args.model_path, error).text}") from error

@@ -26,6 +26,7 @@ import torch
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.meter.kernel_error import KernelArithmetic
+from witcert_core.serving.refusals import Refusal, refuse
 
 
 @dataclass(frozen=True)
@@ -82,25 +83,61 @@ def arithmetic(backend: type[Any], q: torch.dtype, pool: torch.dtype) -> KernelA
     return replace(KernelArithmetic.of(q, pool), merges=False)
 
 
+@dataclass(frozen=True)
+class Attending:
+    """A layer (SGLang's `RadixAttention`) under an attention backend."""
+
+    layer: Any
+    backend: Any
+
+    @property
+    def kind(self) -> Convention:
+        return convention_of(type(self.backend))
+
+    @property
+    def windowed(self) -> bool:
+        return bool(self.layer.sliding_window_size >= 0)
+
+    @property
+    def named(self) -> str:
+        return f"attention layer {self.layer.layer_id}"
+
+
+def _other_window(found: Attending) -> str | bool:
+    own, size = getattr(found.backend, "sliding_window_size", None), found.layer.sliding_window_size
+    reads = f"a {type(found.backend).__name__} that reads {'all' if own is None else own + 1} of them"
+    other = found.windowed and found.kind.one_window and own != size
+    return other and f"{found.named} has a window of {size + 1} tokens under {reads}"
+
+
+LAYER_ROWS: tuple[Refusal[Attending], ...] = (
+    Refusal(
+        "sliding windows with `flashinfer`",
+        "SGLang's flashinfer backend leaves the window out of first chunks",
+        "use `--attention-backend triton`",
+        lambda found: found.windowed and not found.kind.windows and f"{found.named} has a sliding window",
+    ),
+    Refusal(
+        "layers of several windows with `triton`",
+        "it cuts reads by one window for all layers, so which tokens are attended to is not known",
+        "use `--attention-backend fa3` or `torch_native`",
+        _other_window,
+    ),
+    Refusal(
+        "layers with capped logits with `torch_native`",
+        "SGLang's torch_native backend ignores the cap",
+        "use `--attention-backend triton`",
+        lambda found: (
+            found.layer.logit_cap > 0
+            and not found.kind.soft_cap
+            and f"{found.named} caps its logits at {found.layer.logit_cap:g}"
+        ),
+    ),
+)
+
+
 def check_backend(layers: Sequence[Any], backend: Any) -> None:
     """Raise UnsupportedError for layers whose window or logit cap this backend does not follow."""
-    kind, name = convention_of(type(backend)), type(backend).__name__
-    own = getattr(backend, "sliding_window_size", None)
+    convention_of(type(backend))
     for layer in layers:
-        size, cap = layer.sliding_window_size, layer.logit_cap
-        if size >= 0 and not kind.windows:
-            raise UnsupportedError(
-                f"attention layer {layer.layer_id} has a sliding window, which SGLang's flashinfer backend leaves out "
-                "of first chunks; use --attention-backend triton"
-            )
-        if size >= 0 and kind.one_window and own != size:
-            raise UnsupportedError(
-                f"attention layer {layer.layer_id} has a window of {size + 1} tokens under a {name} that reads "
-                f"{'all' if own is None else own + 1} of them: which tokens are attended to is not known; use "
-                "--attention-backend fa3 or torch_native"
-            )
-        if cap > 0 and not kind.soft_cap:
-            raise UnsupportedError(
-                f"attention layer {layer.layer_id} caps its logits at {cap:g}, which SGLang's torch_native backend "
-                "ignores; use --attention-backend triton"
-            )
+        refuse(LAYER_ROWS, Attending(layer, backend))

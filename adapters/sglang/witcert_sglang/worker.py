@@ -10,12 +10,15 @@ from typing import Any
 from witcert_core.policy.model import Policy
 from witcert_core.report.prometheus import Metrics
 from witcert_core.serving.banner import banner
+from witcert_core.serving.refusals import refuse
 from witcert_core.serving.rotary import rotary_tables
 from witcert_core.serving.startup import refuse_on_error
-from witcert_sglang import refusals, windows
+from witcert_sglang import windows
 from witcert_sglang.geometry import attention_ranks, read_geometry, rotary_modules
 from witcert_sglang.memory import packed_bytes_per_token, side_bytes_per_token
 from witcert_sglang.pool import backend_scales
+from witcert_sglang.refusals.server import BACKENDS
+from witcert_sglang.refusals.worker import FLASHINFER_ROWS, POOL_ROWS, FlashInfer, ServedPool, check_layers
 from witcert_sglang.results import report, send_along, streamer_class
 from witcert_sglang.runtime import SglangRuntime
 from witcert_sglang.selfcheck import check_attention
@@ -40,17 +43,14 @@ class SchedulerProcess:
             # Not every way to start a scheduler leads by the main process.
             check_model(self.policy, runner.model_config, checked_options(self.policy, runner.server_args))
             pool, own = runner.token_to_kv_pool, self.policy.meters_engine
-            if own:
-                refusals.check_engine_pool(pool, runner.dtype)
-            else:
-                refusals.check_pool(pool, self.policy.quantizer.storage == "packed")
-            layers = refusals.check_layers(runner.model, pool.layer_num)
+            refuse(POOL_ROWS, ServedPool(pool, self.policy, runner.dtype))
+            layers = check_layers(runner.model, pool.layer_num)
             metrics = Metrics() if self.policy.report.prometheus and "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
             ranks = attention_ranks()
             geometry = read_geometry(runner, backend, ranks.rank, ranks.size, own)
             scales = backend_scales(layers, runner.server_args.attention_backend) if own else {}
             if own and geometry.device != "cpu":
-                refusals.check_flashinfer_cache(backend, scales)
+                refuse(FLASHINFER_ROWS, FlashInfer(backend, scales))
             tables = None
             if self.quantizer.space == "pre_rope":
                 found = rotary_modules(runner.model, self.policy.quantizer.layers_of(geometry.layers))
@@ -68,7 +68,7 @@ class SchedulerProcess:
             )
         if self.policy.quantizer.storage != "packed":  # which our own kernels attend
             pool = runner.token_to_kv_pool
-            layers = refusals.check_layers(runner.model, pool.layer_num)
+            layers = check_layers(runner.model, pool.layer_num)
             windows.check_backend(layers, backend)
             if not self.policy.meters_engine:
                 compared = check_attention(backend, layers, runner.req_to_token_pool, pool, runner.dtype)
@@ -131,7 +131,7 @@ class SchedulerProcess:
         if self.runtime is None:
             raise SystemExit(
                 "witcert: the attention backend in use is not a metered one, so nothing is served; "
-                f"use --attention-backend {' or '.join(refusals.BACKENDS)}"
+                f"use --attention-backend {' or '.join(BACKENDS)}"
             )
         return self.runtime
 

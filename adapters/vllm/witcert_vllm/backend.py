@@ -61,10 +61,10 @@ def described(name: str) -> str:
 def __getattr__(name: str) -> Any:
     if name not in STOCK:
         raise AttributeError(f"no metered backend {name!r}")
-    installation = current()
+    policy = current()
     stock = resolve_obj_by_qualname(STOCK[name])
     check_contract(name, stock)
-    packed = installation.policy.quantizer.storage == "packed"
+    packed = policy.quantizer.storage == "packed"
     if packed and not is_stock(name):
         raise UnsupportedError(
             f"attention backend {described(name)} with quantizer.storage: packed: the meter's own attention reads "
@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
         )
     cls = metered(stock, own_pages=packed)
     if packed:
-        cls = packed_backend(cls, installation.quantizer)
+        cls = packed_backend(cls, policy.resolved_quantizer)
     cls.__module__, cls.__qualname__ = __name__, name  # the path by which vLLM finds it again
     return cls
 

@@ -51,7 +51,7 @@ class WitCertConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self.policy = current().policy
+        self.policy = current()
         self.finished: list[dict[str, Any]] = []
         self.block_size = vllm_config.cache_config.block_size
         self.beside_another = bool(self._kv_transfer_config.get_from_extra_config("beside", False))

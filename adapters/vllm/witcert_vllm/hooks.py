@@ -14,25 +14,25 @@ _MARK = "__witcert_original__"
 
 
 @dataclass(frozen=True)
-class Wrapped:
-    """A function of vLLM that is wrapped: `around(original, *args, **kwargs)` runs in its place.
+class Hook:
+    """A function of vLLM that is wrapped: `function(original, *args, **kwargs)` runs in its place.
 
     parameters: the leading parameter names it had when this adapter was written; the version contract compares them.
     """
 
     target: str
-    around: Callable[..., Any]
+    function: Callable[..., Any]
     parameters: tuple[str, ...]
 
 
-def wrap(item: Wrapped) -> None:
+def apply(hook: Hook) -> None:
     """Put the wrapper in place, once; UnsupportedError if vLLM has no such function."""
-    owner_name, _, name = item.target.rpartition(".")
+    owner_name, _, name = hook.target.rpartition(".")
     owner = pkgutil.resolve_name(owner_name)
     original = getattr(owner, name, None)
     if original is None:
         raise UnsupportedError(
-            f"vLLM has no {item.target}: this vLLM differs from the tested one; install the version that "
+            f"vLLM has no {hook.target}: this vLLM differs from the tested one; install the version that "
             "docs/limits.md names, or unset WITCERT_POLICY to serve without a meter"
         )
     if hasattr(original, _MARK):
@@ -40,7 +40,7 @@ def wrap(item: Wrapped) -> None:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return item.around(original, *args, **kwargs)
+        return hook.function(original, *args, **kwargs)
 
     setattr(wrapper, _MARK, original)
     setattr(owner, name, wrapper)

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy.model import Policy, load_policy
-from witcert_core.quantizers.base import Quantizer
+
+_current: Policy | None = None
 
 
-@dataclass(frozen=True)
-class Installation:
-    """The policy in force in this process."""
-
-    policy: Policy
-    quantizer: Quantizer
-
-
-_current: Installation | None = None
-
-
-def current() -> Installation:
-    """The installation of this process; UnsupportedError if the plugin was never loaded here."""
+def current() -> Policy:
+    """The policy; UnsupportedError if the plugin was never loaded in this process."""
     if _current is None:
         raise UnsupportedError(
             "the plugin was not loaded in this process (is VLLM_PLUGINS set without 'witcert' in it?), so nothing is "
@@ -33,5 +21,4 @@ def current() -> Installation:
 def read_policy(path: str) -> None:
     """Put the policy at `path` in force; a second call reads it again, for engines made afterwards."""
     global _current
-    policy = load_policy(path)
-    _current = Installation(policy, policy.resolved_quantizer)
+    _current = load_policy(path)

@@ -7,25 +7,25 @@ from typing import Any
 
 from witcert_core.cache import capacity
 from witcert_core.cache.schedule import QuantizeSchedule
+from witcert_core.policy.model import Policy
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_vllm.geometry import rotary_dim
-from witcert_vllm.installation import Installation
 
 
-def side_bytes_per_token(installation: Installation, vllm_config: Any, specs: Mapping[str, Any]) -> int:
+def side_bytes_per_token(policy: Policy, vllm_config: Any, specs: Mapping[str, Any]) -> int:
     """Bytes of a token in the side tensors of all layers of this rank, plus its row id; `specs` by layer name."""
-    policy, model = installation.policy, vllm_config.model_config
+    quantizer, model = policy.resolved_quantizer, vllm_config.model_config
     if policy.quantizer.storage == "packed":
         return capacity.ROW_ID_BYTES
     (spec, *_others) = specs.values()
     rotary = RotarySpec(spec.head_size, rotary_dim=rotary_dim(model.hf_text_config, spec.head_size))
     per_head = capacity.side_bytes_per_head(
-        installation.quantizer,
+        quantizer,
         rotary,
         spec.head_size_v,
         model.dtype.itemsize,
         policy.sketch_bits,
         policy.meter.bands,
     )
-    flag = 0 if QuantizeSchedule.of(installation.quantizer).immediate else 1  # whether a token waits to be quantized
+    flag = 0 if QuantizeSchedule.of(quantizer).immediate else 1  # whether a token waits to be quantized
     return capacity.side_bytes_per_token(per_head, spec.num_kv_heads, len(specs)) + flag

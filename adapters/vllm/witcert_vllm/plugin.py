@@ -7,32 +7,33 @@ HTTP clients.
 
 from __future__ import annotations
 
-from witcert_vllm import http, refusals
+from witcert_vllm import http
 from witcert_vllm.backend import take_over
-from witcert_vllm.hooks import Wrapped, wrap
+from witcert_vllm.hooks import Hook, apply
 from witcert_vllm.installation import read_policy
+from witcert_vllm.refusals.server import BACKENDS
 from witcert_vllm.startup import around_create_engine_config
 
 
-def wrapped_functions() -> list[Wrapped]:
+def hooks() -> list[Hook]:
     """All of them."""
     return [
-        Wrapped(
+        Hook(
             "vllm.engine.arg_utils.EngineArgs.create_engine_config",
             around_create_engine_config,
             ("self", "usage_context"),
         ),
-        Wrapped(
+        Hook(
             "vllm.entrypoints.launchers.app.init_entrypoints_middleware",
             http.around_init_middleware,
             ("args", "app", "supported_tasks"),
         ),
-        Wrapped(
+        Hook(
             "vllm.v1.engine.output_processor.OutputProcessor.add_request",
             http.around_add_request,
             ("self", "request", "prompt", "parent_req", "request_index"),
         ),
-        Wrapped(
+        Hook(
             "vllm.v1.engine.output_processor.OutputProcessor.process_outputs",
             http.around_process_outputs,
             ("self", "engine_core_outputs"),
@@ -41,12 +42,11 @@ def wrapped_functions() -> list[Wrapped]:
 
 
 def install(policy_path: str) -> None:
-    """Read the policy and put the meter into this process; called by `witcert_vllm.load`.
+    """Read the policy and put the meter into this process; `witcert_vllm.load` calls it.
 
     A second call reads the policy again; it holds for engines made afterwards.
     """
-    refusals.check_version()
     read_policy(policy_path)
-    take_over(refusals.BACKENDS)
-    for item in wrapped_functions():
-        wrap(item)
+    take_over(BACKENDS)
+    for hook in hooks():
+        apply(hook)

@@ -8,11 +8,22 @@ from typing import Any
 from vllm.config.kv_transfer import KVTransferConfig
 
 from witcert_core.errors import WitCertError
+from witcert_core.policy.model import Policy
 from witcert_core.report.jsonl import check_writable
+from witcert_core.serving.models.served import check_served
 from witcert_core.serving.startup import in_one_line, refuse_on_error
-from witcert_vllm import refusals
 from witcert_vllm.backend import STOCK, take_over
-from witcert_vllm.installation import Installation, current
+from witcert_vllm.installation import current
+from witcert_vllm.refusals.model import ROWS, VllmModel
+from witcert_vllm.refusals.server import (
+    BACKENDS,
+    WORKERS,
+    Resolved,
+    check_config,
+    check_connector,
+    check_engine_args,
+    check_resolved,
+)
 
 CONNECTOR = "WitCertConnector"
 _CONNECTOR_MODULE = "witcert_vllm.connector"
@@ -23,35 +34,33 @@ def around_create_engine_config(original: Callable[..., Any], args: Any, *rest: 
 
     An error of vLLM's own in between stays vLLM's.
     """
-    installation = refuse_on_error(current)
-    refuse_on_error(_before, installation, args)
+    policy = refuse_on_error(current)
+    refuse_on_error(_before, policy, args)
     try:
         config = original(args, *rest, **kwargs)
     except WitCertError as error:  # of a metered class that vLLM looked up
         raise SystemExit(f"witcert: {in_one_line(error)}") from error
-    return refuse_on_error(_after, installation, config)
+    return refuse_on_error(_after, policy, config)
 
 
-def _before(installation: Installation, args: Any) -> None:
+def _before(policy: Policy, args: Any) -> None:
     """Refuses options, and puts our connector beside the user's."""
-    take_over(refusals.BACKENDS)
-    refusals.check_engine_args(args)
+    take_over(BACKENDS)
+    check_engine_args(args)
     if not has_own(args.kv_transfer_config):
-        refusals.check_connector(args.kv_transfer_config, installation.policy)
+        check_connector(args.kv_transfer_config, policy)
         args.kv_transfer_config = with_connector(args.kv_transfer_config)
 
 
-def _after(installation: Installation, config: Any) -> Any:
+def _after(policy: Policy, config: Any) -> Any:
     """Refuses what vLLM made of them and of the model's files, and chooses the worker and the scheduler."""
-    policy, quantizer = installation.policy, installation.quantizer
-    refusals.check_resolved(config)
-    refusals.check_served_model(config.model_config, policy, quantizer, config.device_config.device_type)
-    refusals.check_config(config, policy, STOCK)
-    refusals.check_sharing(quantizer, config.cache_config)
+    check_resolved(config)
+    check_served(VllmModel(config.model_config, policy, config.device_config.device_type), ROWS)
+    check_config(Resolved(config, policy, STOCK))
     if policy.report.jsonl:
         check_writable(policy.report.jsonl)
     parallel, scheduler = config.parallel_config, config.scheduler_config
-    parallel.worker_cls = refusals.WORKERS[parallel.worker_cls]
+    parallel.worker_cls = WORKERS[parallel.worker_cls]
     kind = "MeteredAsyncScheduler" if scheduler.async_scheduling else "MeteredScheduler"
     scheduler.scheduler_cls = f"witcert_vllm.scheduler.{kind}"
     return config

@@ -15,21 +15,26 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 import witcert_core
 from witcert_core.errors import UnsupportedError, WitCertError
+from witcert_core.policy.model import Policy
 from witcert_core.serving.banner import banner
 from witcert_core.serving.device.engine import engine_cache
 from witcert_core.serving.device.packed import packed_storage
 from witcert_core.serving.device.simulated import simulated_cache
 from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.refusals import refuse
 from witcert_core.serving.rotary import rotary_tables
 from witcert_core.serving.runtime import Cache
 from witcert_core.serving.startup import in_one_line
-from witcert_vllm import process, refusals
+from witcert_vllm import process
 from witcert_vllm.backend import described, is_stock, take_over
 from witcert_vllm.geometry import layer_ids, read_geometry, rotary_modules, tensor_ranks
-from witcert_vllm.installation import Installation, current
+from witcert_vllm.installation import current
 from witcert_vllm.memory import side_bytes_per_token
 from witcert_vllm.packed import layout_of, packed_layer
 from witcert_vllm.pool import PagePool, check_layout, cpu_views, engine_pool, plain_views
+from witcert_vllm.refusals.model import untried_device
+from witcert_vllm.refusals.server import BACKENDS
+from witcert_vllm.refusals.worker import RUNNER, attention_layers, check_specs
 from witcert_vllm.runtime import VllmRuntime
 
 T = TypeVar("T")
@@ -68,7 +73,7 @@ class MeteredWorker(WorkerBase):
     @names_refusals
     def init_device(self) -> None:
         process.set_runtime(None)
-        take_over(refusals.BACKENDS)
+        take_over(BACKENDS)
         super().init_device()
         name_requests(self.model_runner)
 
@@ -77,15 +82,14 @@ class MeteredWorker(WorkerBase):
         """vLLM's figure less the share that witnesses and row ids will take."""
         available: int = super().determine_available_memory()
         specs = self.model_runner.get_kv_cache_spec()
-        refusals.check_specs(specs)
+        check_specs(specs)
         page = sum(spec.page_size_bytes / spec.block_size for spec in specs.values())
         return int(available * page / (page + side_bytes_per_token(current(), self.vllm_config, specs)))
 
     @names_refusals
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
-        installation = current()
-        runtime = build_runtime(installation, self.vllm_config, self.model_runner.model)
+        runtime = build_runtime(current(), self.vllm_config, self.model_runner.model)
         process.set_runtime(runtime)
         if runtime.ranks.reports:
             print(
@@ -93,7 +97,7 @@ class MeteredWorker(WorkerBase):
                     runtime,
                     answers="kv_transfer_params.witcert",
                     metrics="/metrics",
-                    note=refusals.untried_device(runtime.geometry.device),
+                    note=untried_device(runtime.geometry.device),
                 ),
                 file=sys.stderr,
                 flush=True,
@@ -106,12 +110,11 @@ class MeteredWorker(WorkerBase):
 
 def name_requests(runner: Any) -> None:
     """Let a model runner announce the requests of every real pass, in batch order, before it builds the metadata."""
+    refuse([RUNNER], runner)
     if hasattr(runner, "_prepare_inputs"):  # model runner V1
         wrap_method(runner, "_prepare_inputs", lambda _out, *_args, **_kw: process.announce(runner.input_batch.req_ids))
-    elif hasattr(runner, "prepare_attn"):  # model runner V2
+    else:  # model runner V2
         wrap_method(runner, "prepare_attn", lambda _out, batch: process.announce(batch.req_ids))
-    else:
-        raise refusals.unknown_runner(runner)
 
 
 def wrap_method(owner: Any, name: str, after: Callable[..., None]) -> None:
@@ -127,16 +130,15 @@ def wrap_method(owner: Any, name: str, after: Callable[..., None]) -> None:
     setattr(owner, name, wrapper)
 
 
-def build_runtime(installation: Installation, vllm_config: Any, model: Any) -> VllmRuntime:
+def build_runtime(policy: Policy, vllm_config: Any, model: Any) -> VllmRuntime:
     """The meter over the cache that was just allocated; raises UnsupportedError for layers it does not follow."""
-    policy = installation.policy
-    layers = refusals.attention_layers(vllm_config)
+    layers = attention_layers(vllm_config)
     first = next(iter(layers.values()))
     block_size = first.kv_cache.shape[2]
     ids = layer_ids(list(layers))
     ranks = tensor_ranks()
     geometry = read_geometry(vllm_config, layers, first.kv_cache.shape[0] * block_size, ranks.rank, ranks.size)
-    quantizer, tables = installation.quantizer, None
+    quantizer, tables = policy.resolved_quantizer, None
     make_cache: Callable[[Encoder], Cache]
     if policy.quantizer.storage == "packed":
         layout = layout_of(quantizer, geometry.head_dim)

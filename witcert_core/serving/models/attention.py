@@ -8,36 +8,17 @@ objects (those of Transformers, of SGLang and of vLLM), and imports none of thes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.serving.models.fields import Fields, text_part
+from witcert_core.serving.models.kinds import KINDS, NO_CACHE
 from witcert_core.serving.models.layers import LayerKind, layer_kinds
 from witcert_core.serving.models.names import check_names
+from witcert_core.serving.refusals import refuse
 
-# What a cache holds that is not keys and values per head, or what attention does that no radius covers.
-WHY = {
-    "mla": "uses multi-head latent attention (MLA): its cache holds latents, not keys and values per head, and for "
-    "these there is no witness yet",
-    "sparse": "attends to the tokens that an index selects (sparse attention), beside a cache of the index",
-    "compressed": "keeps compressed states of several tokens in place of their keys and values",
-    "encoder-decoder": "is an encoder-decoder model, with a cache of cross-attention beside its own; known are "
-    "decoder-only models",
-    "cross-attention": "has layers with cross-attention, whose keys are not those of the text",
-    "state-space": "has no attention: it keeps a state a request, and no keys and values a token",
-    "none": "has layers without a KV cache",
-    "state": "has layers that keep a recurrent state beside their KV cache",
-    "shared": "has layers that share the cache of others",
-    "chunked": "has layers with chunked local attention",
-    "sliding": "has layers with a sliding window",
-    "shapes": "has attention layers of several shapes",
-    "widths": "has keys and values of different widths",
-    "diffusion": "generates by diffusion, attending both ways",
-    "bidirectional": "attends both ways",
-    "alibi": "has a bias of positions in its logits (ALiBi)",
-}
 _ENCODER_DECODERS = frozenset(
     {
         "t5",
@@ -55,11 +36,6 @@ _ENCODER_DECODERS = frozenset(
         "led",
     }
 )
-_NO_CACHE = ("encoder-decoder", "sparse", "mla", "compressed", "cross-attention", "state-space")
-"""Kinds of which no cache of keys and values per head can be described, in the order in which they are named."""
-_OF_ROWS = ("diffusion", "bidirectional", "alibi")
-_CAUSAL = "metered is causal softmax over a layer's own keys"
-_WHOLE = "metered are models whose every layer caches keys and values of its own for all tokens"
 _DIFFUSERS = ("Diffusion", "LLaDA", "Dream", "SDAR")
 _STATES = ("state_size", "ssm_state_size", "ssm_cfg", "conv_kernel", "time_step_rank", "attention_hidden_size")
 
@@ -77,7 +53,7 @@ class CacheLayer:
 
 @dataclass(frozen=True)
 class ModelAttention:
-    """A model's attention. name: what messages call it; kinds: the keys of `WHY` that hold of it.
+    """A model's attention. name: what messages call it; kinds: the keys of `KINDS` that hold of it.
 
     num_hidden_layers: all layers; layers: those with a cache of their own. rotary_dim: channels the rotary embedding
     turns, None for all.
@@ -100,14 +76,12 @@ class ModelAttention:
         """(KV heads, width of keys, width of values) -> how many layers have it."""
         return dict(Counter((layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.layers))
 
-    def refuse(self, *kinds: str, instead: str = "") -> None:
-        """UnsupportedError for the first of `kinds` that the model has; instead: how its message ends."""
-        for kind in kinds:
-            if kind in self.kinds:
-                end = instead or (_CAUSAL if kind in _OF_ROWS else _WHOLE)
-                raise UnsupportedError(f"{self.name} {WHY[kind]}{self._count(kind)}; {end}")
+    def refuse(self, *kinds: str) -> None:
+        """UnsupportedError for the first of `kinds` that the model has."""
+        refuse([KINDS[kind] for kind in kinds], self)
 
-    def _count(self, kind: str) -> str:
+    def count(self, kind: str) -> str:
+        """How many layers are of that kind, and which, as messages say it; '' where it is one of the whole model."""
         if kind == "none":
             return f" ({self.num_hidden_layers - len(self.layers)} of {self.num_hidden_layers})"
         if kind in ("sliding", "chunked") and self.windows:
@@ -134,9 +108,7 @@ def describe(config: Any, origin: str, text: Any = None) -> ModelAttention:
         raise InputError(f"{origin}: its language part is empty; is this a language model's configuration?")
     fields = Fields(part, origin)
     kinds = _special(Fields(config, origin), fields)
-    for kind in _NO_CACHE:
-        if kind in kinds:
-            raise UnsupportedError(_said(origin, kind))
+    _refuse_without_cache(origin, kinds)
     check_names(fields.values(), origin)
     listed = fields.words("layers_block_type") or fields.words("layer_types")
     names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -144,8 +116,7 @@ def describe(config: Any, origin: str, text: Any = None) -> ModelAttention:
     count = len(listed or ()) if bare else fields.first(*names)
     heads = fields.first("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads")
     per_layer = layer_kinds(fields, count)
-    if any(kind.kind == "sparse" for kind in per_layer):
-        raise UnsupportedError(_said(origin, "sparse"))
+    _refuse_without_cache(origin, {kind.kind for kind in per_layer})
     own = max(count - (fields.integer("num_kv_shared_layers", 0) or 0), 0)
     every = (fields.integer("cla_share_factor") or 1) if fields("use_cla") else 1  # neighbours that share a cache
     mixed = any(kind.kind == "sliding" for kind in per_layer)
@@ -169,9 +140,10 @@ def describe(config: Any, origin: str, text: Any = None) -> ModelAttention:
     return replace(found, kinds=frozenset(kinds), rotary_dim=_rotary_dim(fields, layers[0].head_dim))
 
 
-def _said(origin: str, kind: str) -> str:
-    """After a file's name comes a colon, after a model's its verb."""
-    return f"{origin}{': ' if origin.endswith('.json') else ' '}{WHY[kind]}"
+def _refuse_without_cache(origin: str, kinds: Iterable[str]) -> None:
+    """UnsupportedError for a kind of `NO_CACHE`."""
+    name = f"{origin}:" if origin.endswith(".json") else origin  # after a model comes its verb
+    ModelAttention(name, 0, 0, (), frozenset(kinds)).refuse(*NO_CACHE)
 
 
 def _special(top: Fields, text: Fields) -> set[str]:

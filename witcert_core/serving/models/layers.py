@@ -1,6 +1,6 @@
 """What each layer of a model attends and keeps, read from its configuration under any of the names that models use.
 
-A pattern is read from the most explicit name there is; windows are laid over it. `model_names.py` refuses names that
+A pattern is read from the most explicit name there is; windows are laid over it. `names.py` refuses names that
 speak of such things and are not read here.
 """
 

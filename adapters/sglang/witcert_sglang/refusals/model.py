@@ -1,0 +1,142 @@
+"""What a model is refused for before it is loaded, by its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from witcert_core.serving.models.kinds import KINDS
+from witcert_core.serving.models.served import KIND_ROWS, SIZE_ROWS, ServedModel
+from witcert_core.serving.refusals import Refusal
+
+
+@dataclass(frozen=True)
+class SglangModel(ServedModel):
+    """config: SGLang's `ModelConfig`. backend, kv_cache_dtype: as the server was given them."""
+
+    backend: str
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.config.head_dim)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_attention_layers)
+
+    @property
+    def num_qo_heads(self) -> int:
+        return int(self.config.num_attention_heads)
+
+
+def _recurrent(model: SglangModel) -> tuple[int, int] | None:
+    """Layers without a cache, and all, of a model that SGLang knows to keep recurrent states."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    if (recurrent := mambaish_config(model.config)) is None:
+        return None
+    attending, layers = getattr(recurrent, "full_attention_layer_ids", None), model.num_layers
+    return 0 if attending is None else layers - len(attending), layers
+
+
+def _some_without_cache(model: SglangModel) -> str | bool:
+    without, layers = _recurrent(model) or (0, 0)
+    return without > 0 and f"{model.name} has layers without a KV cache ({without} of {layers})"
+
+
+def _states_beside(model: SglangModel) -> str | bool:
+    said = f"{model.name} has layers that keep a recurrent state beside their KV cache"
+    return _recurrent(model) is not None and said
+
+
+def _narrow_pool(model: SglangModel) -> str | bool:
+    dtype = str(model.dtype).removeprefix("torch.")
+    return (
+        model.kv_cache_dtype in ("bf16", "bfloat16")
+        and model.dtype != torch.bfloat16
+        and f"--kv-cache-dtype {model.kv_cache_dtype} under a {dtype} model"
+    )
+
+
+def _unequal_widths(model: SglangModel) -> str | bool:
+    keys, values = model.head_dim, getattr(model.config, "v_head_dim", model.head_dim)
+    return values != keys and f"{model.name} has keys of {keys} and values of {values} channels"
+
+
+def _ignored_cap(model: SglangModel) -> str | bool:
+    cap = getattr(model.config.hf_text_config, "attn_logit_softcapping", None)
+    return (
+        bool(cap)
+        and model.backend == "torch_native"
+        and f"{model.name} caps its logits (attn_logit_softcapping {cap}) under torch_native"
+    )
+
+
+def _without_class(model: SglangModel) -> str:
+    """What SGLang says of an architecture of which it has no class, nor Transformers one that it runs."""
+    from sglang.srt.model_loader.utils import get_model_architecture
+
+    try:
+        get_model_architecture(model.config)
+    except ValueError as error:
+        said = " ".join(str(error).split()).partition(" Supported architectures:")[0]
+        return f"{model.name} cannot be served by this SGLang ({said})"
+    return ""
+
+
+ARCH_ROWS: tuple[Refusal[SglangModel], ...] = (
+    KINDS["state-space"].where(
+        lambda model: model.config.attention_arch.name == "SSM" and f"{model.name} has no attention",
+    ),
+    KINDS["none"].where(_some_without_cache),
+    KINDS["state"].where(_states_beside),
+    *KIND_ROWS,
+    KINDS["mla"].where(
+        lambda model: (
+            model.config.attention_arch.name != "MHA" and f"{model.name} uses multi-head latent attention (MLA)"
+        ),
+    ),
+)
+"""What a model's kind is refused for, whatever the options."""
+MODEL_ROWS: tuple[Refusal[SglangModel], ...] = (
+    Refusal(
+        "layers with a window in a pool of their own (`SWAKVPool`; gpt-oss)",
+        "its slots are not one token each",
+        "use `--disable-hybrid-swa-memory`, under which every layer keeps every token (metered with `triton` or `fa3`)",
+        lambda model: model.config.is_hybrid_swa and f"{model.name} keeps layers with a window in a pool of their own",
+    ),
+    Refusal(
+        "`--kv-cache-dtype bf16` under a model of another dtype without `quantizer.name: engine`",
+        "it would round before the quantizer does",
+        "use `--kv-cache-dtype auto` or `--dtype bfloat16`",
+        _narrow_pool,
+    ),
+    *SIZE_ROWS,
+    KINDS["widths"].where(_unequal_widths),
+    Refusal(
+        "models that do not generate",
+        "their passes sample nothing, so no request would be reported",
+        "metered are generating models",
+        lambda model: not getattr(model.config, "is_generation", True) and f"{model.name} does not generate text",
+    ),
+    KINDS["encoder-decoder"].where(
+        lambda model: (
+            getattr(model.config, "is_encoder_decoder", False) and f"{model.name} is an encoder-decoder model"
+        ),
+    ),
+    Refusal(
+        "logit soft-capping with `torch_native`",
+        "SGLang's torch_native backend ignores the cap, so its weights are not the model's",
+        "use `--attention-backend triton`",
+        _ignored_cap,
+    ),
+)
+NO_CLASS: Refusal[SglangModel] = Refusal(
+    "architectures of which SGLang has no class",
+    "nothing could serve it",
+    "metered are models that SGLang serves",
+    _without_class,
+)
+ROWS = (*ARCH_ROWS, *MODEL_ROWS, NO_CLASS)

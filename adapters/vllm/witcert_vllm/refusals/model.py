@@ -1,0 +1,72 @@
+"""What a model is refused for before it is loaded, by its configuration.
+
+`worker.py` beside this looks at the layers themselves, but in a worker, long after the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from witcert_core.serving.models.kinds import KINDS
+from witcert_core.serving.models.served import KIND_ROWS, SIZE_ROWS, ServedModel
+from witcert_core.serving.refusals import Refusal
+
+
+@dataclass(frozen=True)
+class VllmModel(ServedModel):
+    """config: vLLM's `ModelConfig`."""
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.config.get_head_size())
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.get_total_num_hidden_layers())
+
+    @property
+    def num_qo_heads(self) -> int:
+        return int(self.config.hf_text_config.num_attention_heads)
+
+
+ROWS: tuple[Refusal[VllmModel], ...] = (
+    Refusal(
+        "models that do not generate",
+        "they give no answer that could carry a summary",
+        "metered are generating models",
+        lambda model: model.config.runner_type != "generate" and f"{model.name} does not generate text",
+    ),
+    *KIND_ROWS,
+    KINDS["widths"],
+    replace(
+        KINDS["sliding"],
+        instead="metered are layers that keep every token in the cache (`--disable-sliding-window`, where the window "
+        "is as long as you need)",
+    ),
+    # What vLLM knows of a model beside its configuration.
+    KINDS["mla"].where(
+        lambda model: model.config.use_mla and f"{model.name} uses multi-head latent attention (MLA)",
+    ),
+    KINDS["encoder-decoder"].where(
+        lambda model: model.config.is_encoder_decoder and f"{model.name} is an encoder-decoder model",
+    ),
+    KINDS["diffusion"].where(
+        lambda model: model.config.is_diffusion and f"{model.name} generates by diffusion",
+    ),
+    KINDS["none"].where(
+        lambda model: (
+            (model.config.is_hybrid or model.config.is_attention_free) and f"{model.name} has layers without a KV cache"
+        ),
+    ),
+    *SIZE_ROWS,
+)
+
+
+def untried_device(device: str) -> str:
+    """What is said of a device on which nothing here has run; '' where nothing is to be said."""
+    if device == "cpu":
+        return ""
+    return (
+        f"the kernels that serve and meter under vLLM on {device!r} were compiled and interpreted, and never run on a "
+        "GPU; set meter.audit_every to have their outputs and bounds compared while you try them"
+    )

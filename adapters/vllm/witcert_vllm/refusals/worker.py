@@ -1,0 +1,171 @@
+"""What only a worker sees: the layers of the model that was loaded, their cache, and the model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from witcert_core.serving.refusals import Refusal, refuse
+from witcert_vllm.refusals.server import BACKENDS
+
+RUNNER: Refusal[Any] = Refusal(
+    "model runners other than V1 and V2",
+    "no place is known that names the requests of a pass",
+    "install the vLLM version that `docs/limits.md` names, or unset WITCERT_POLICY to serve without a meter",
+    lambda runner: (
+        not hasattr(runner, "_prepare_inputs")
+        and not hasattr(runner, "prepare_attn")
+        and f"model runner {type(runner).__name__}"
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A layer, or the specification of its cache, by vLLM's name."""
+
+    name: str
+    thing: Any
+
+
+def _other_spec(spec: Named) -> str | bool:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return type(spec.thing) is not FullAttentionSpec and (
+        f"layer {spec.name} keeps its cache as {type(spec.thing).__name__}"
+    )
+
+
+def _other_layer(layer: Named) -> str | bool:
+    from vllm.model_executor.layers.attention import Attention
+
+    return type(layer.thing) is not Attention and f"layer {layer.name} is a {type(layer.thing).__name__}"
+
+
+SPEC: Refusal[Named] = Refusal(
+    "caches other than `FullAttentionSpec`",
+    "tokens leave it, or are not kept one by one",
+    "metered is FullAttentionSpec (every token of every layer stays in the cache)",
+    _other_spec,
+)
+PLAIN_ATTENTION: Refusal[Named] = Refusal(
+    "layers other than vLLM's `Attention`",
+    "what they attend to is not known",
+    "metered is plain Attention",
+    _other_layer,
+)
+
+
+def _uses(what: str, layer: Named) -> str:
+    return f"attention layer {layer.name} uses {what}"
+
+
+def _not_causal(layer: Named) -> str | bool:
+    from vllm.v1.attention.backend import AttentionType
+
+    return layer.thing.attn_type != AttentionType.DECODER and _uses(f"{layer.thing.attn_type} attention", layer)
+
+
+_NOT_FOLLOWED = "the meter follows causal softmax over a layer's own keys"
+_OTHER_MODEL = "metered are models without it"
+LAYER_ROWS: tuple[Refusal[Named], ...] = (
+    Refusal(
+        f"attention backends other than {', '.join(f'`{name}`' for name in BACKENDS)}",
+        "it is not wrapped",
+        "choose another `--attention-backend`",
+        lambda layer: (
+            not hasattr(layer.thing.impl, "witcert_metered")
+            and _uses(f"backend {layer.thing.attn_backend.__name__}", layer)
+        ),
+    ),
+    Refusal("layers with cross-attention or bidirectional attention", _NOT_FOLLOWED, _OTHER_MODEL, _not_causal),
+    Refusal(
+        "layers that share the cache of others",
+        _NOT_FOLLOWED,
+        _OTHER_MODEL,
+        lambda layer: (
+            layer.thing.kv_sharing_target_layer_name is not None and _uses("the cache of another layer", layer)
+        ),
+    ),
+    Refusal(
+        "layers with a sliding window",
+        _NOT_FOLLOWED,
+        _OTHER_MODEL,
+        lambda layer: getattr(layer.thing, "sliding_window", None) is not None and _uses("a sliding window", layer),
+    ),
+    Refusal(
+        "layers with a bias of positions in the logits (ALiBi)",
+        _NOT_FOLLOWED,
+        _OTHER_MODEL,
+        lambda layer: (
+            getattr(layer.thing.impl, "alibi_slopes", None) is not None and _uses("ALiBi in the logits", layer)
+        ),
+    ),
+    Refusal(
+        "layers with chunked local attention",
+        _NOT_FOLLOWED,
+        _OTHER_MODEL,
+        lambda layer: (
+            getattr(layer.thing.impl, "chunk_lookback", -1) not in (-1, None)
+            and _uses("chunked local attention", layer)
+        ),
+    ),
+    Refusal(
+        "layers with values wider or narrower than keys",
+        "the meter keeps one width for both",
+        _OTHER_MODEL,
+        lambda layer: (
+            layer.thing.head_size != layer.thing.head_size_v and _uses("values wider or narrower than keys", layer)
+        ),
+    ),
+)
+CLASS_ROWS: tuple[Refusal[Any], ...] = (
+    Refusal(
+        "a class of your own, `CUSTOM` or in the place of another backend, that is no `AttentionBackend` and "
+        "`AttentionImpl` of vLLM's or has other parameters",
+        "it cannot be wrapped",
+        "derive it from vLLM's classes",
+    ),
+    Refusal(
+        "a class of your own that writes its cache inside `forward`",
+        "its layout cannot be checked at start",
+        "write it in `do_kv_cache_update`",
+    ),
+    Refusal(
+        "a class of your own under `quantizer.storage: packed`",
+        "the meter's own attention reads codes, so that class would never run",
+        "set `quantizer.storage` to 'simulated'",
+    ),
+    Refusal(
+        "a cache that does not give back what was written to it in a layout the meter knows",
+        "the meter would read something else than attention does",
+        "choose another `--attention-backend`",
+    ),
+)
+"""Refused in `backend.py`, `worker.py` and `pool.py`, where they show."""
+ONE_SHAPE: Refusal[Any] = Refusal(
+    "layers with different numbers of heads",
+    "the meter keeps one shape of witnesses for all layers",
+    "metered are models with one",
+)
+
+
+def check_specs(specs: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for cache layers that are not one plain row a token (`KVCacheSpec` by layer name)."""
+    for name, spec in specs.items():
+        refuse([SPEC], Named(name, spec))
+
+
+def attention_layers(vllm_config: Any) -> dict[str, Any]:
+    """vLLM's attention layers by name, in order; UnsupportedError for one that does more than causal softmax."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    every = vllm_config.compilation_config.static_forward_context
+    layers = {name: layer for name, layer in every.items() if isinstance(layer, AttentionLayerBase)}
+    for name, layer in layers.items():
+        refuse([PLAIN_ATTENTION, *LAYER_ROWS], Named(name, layer))
+    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()}
+    if len(shapes) != 1:
+        raise ONE_SHAPE.error(f"the model's layers have {len(shapes)} shapes of heads")
+    return layers

@@ -1,0 +1,161 @@
+"""The model that a server is about to load, as its engine describes it, and what is refused of it in every engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from witcert_core.policy.model import Policy
+from witcert_core.quantizers.conformance import check_quantizer
+from witcert_core.serving.models.attention import ModelAttention, describe
+from witcert_core.serving.models.kinds import KINDS, NO_CACHE
+from witcert_core.serving.refusals import Refusal, refuse
+
+HEAD_DIMS = range(16, 257, 16)
+
+
+@dataclass(frozen=True)
+class ServedModel(ABC):
+    """A model under a policy. config: the engine's `ModelConfig`; device: what it will run on, e.g. "cpu"."""
+
+    config: Any
+    policy: Policy
+    device: str
+
+    @property
+    def name(self) -> str:
+        """What messages call it: its architecture."""
+        return str((getattr(self.config.hf_config, "architectures", None) or ["this model"])[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.config.dtype
+        return found
+
+    @property
+    @abstractmethod
+    def head_dim(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+
+    @property
+    @abstractmethod
+    def num_qo_heads(self) -> int:
+        """Query heads of the whole model."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the whole model."""
+        found: int = self.config.get_total_num_kv_heads()
+        return found
+
+    @cached_property
+    def attention(self) -> ModelAttention:
+        """Raises UnsupportedError for a cache that cannot be described."""
+        return describe(self.config.hf_config, self.name, self.config.hf_text_config)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        return self.attention.kinds
+
+    def count(self, kind: str) -> str:
+        return self.attention.count(kind)
+
+
+KIND_ROWS: tuple[Refusal[ServedModel], ...] = (
+    *(KINDS[kind] for kind in NO_CACHE),
+    Refusal(
+        "models that name their attention layers or heads in a way that is not understood "
+        "(`witcert_core/serving/models/names.py`)",
+        "what their cache holds is not known",
+        "please report the model",
+    ),
+    *(KINDS[kind] for kind in ("none", "state", "shared", "chunked", "shapes")),
+    *(KINDS[kind] for kind in ("diffusion", "bidirectional", "alibi")),
+)
+SIZE_ROWS: tuple[Refusal[ServedModel], ...] = (
+    Refusal(
+        "float32 models on a GPU",
+        "the engine multiplies in TF32 there, whose rounding no radius covers",
+        "use `--dtype bfloat16` or `float16`",
+        lambda model: (
+            model.device != "cpu" and model.dtype == torch.float32 and f"{model.name} in float32 on {model.device!r}"
+        ),
+    ),
+    Refusal(
+        f"head sizes that are not a multiple of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}",
+        "there are no radii for them",
+        f"metered are multiples of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}",
+        lambda model: model.head_dim not in HEAD_DIMS and f"{model.name} has head_dim {model.head_dim}",
+    ),
+)
+
+
+def _outliers(model: ServedModel) -> tuple[str, int]:
+    """The quantizer's name, and how many pairs of channels it keeps in 16 bit."""
+    return model.policy.quantizer.name, model.policy.resolved_quantizer.bypass_pairs
+
+
+def _wide_outliers(model: ServedModel) -> str | bool:
+    name, pairs = _outliers(model)
+    return pairs > 0 and model.dtype == torch.float32 and f"quantizer.name: {name} under a float32 model"
+
+
+def _many_outliers(model: ServedModel) -> str | bool:
+    name, pairs = _outliers(model)
+    most = model.head_dim // 2
+    said = f"quantizer.params: {name} bypasses {pairs} channel pairs of a head of {model.head_dim} channels"
+    return pairs > most and f"{said}, which has {most}"
+
+
+OUTLIER_ROWS: tuple[Refusal[ServedModel], ...] = (
+    Refusal(
+        "`int8_dither_bypass` under a float32 model",
+        "it keeps outlier channels in 16 bit, and the model has more",
+        "use `--dtype bfloat16`",
+        _wide_outliers,
+    ),
+    Refusal(
+        "`int8_dither_bypass` with more pairs than a head has",
+        "each channel can be kept once",
+        "lower `quantizer.params.pairs`",
+        _many_outliers,
+    ),
+)
+
+
+def model_checks(model: ServedModel, rows: Sequence[Refusal[Any]]) -> list[tuple[str, Callable[[], Any]]]:
+    """What a model is checked for, in order and by subject: a server's verdict at its start, and the doctor's.
+
+    rows: those of the engine, with what is refused in every engine among them.
+    """
+    policy = model.policy
+    return [
+        ("model", lambda: refuse(rows, model)),
+        ("outliers", lambda: refuse(OUTLIER_ROWS, model)),
+        ("head size", lambda: check_quantizer(policy.resolved_quantizer, model.head_dim)),
+        ("quantizer.layers", lambda: policy.quantizer.layers_of(range(model.num_layers))),
+        ("meter.layers", lambda: policy.meter.layers_of(range(model.num_layers))),
+    ]
+
+
+def check_served(model: ServedModel, rows: Sequence[Refusal[Any]]) -> None:
+    """All of `model_checks`: raises the error of the first that refuses."""
+    for _subject, check in model_checks(model, rows):
+        check()
+
+
+def unreadable_errors() -> tuple[type[Exception], ...]:
+    """What engines and Transformers raise over a configuration that is none, or lacks what their code asks of it."""
+    badly_typed = import_module("huggingface_hub.errors").StrictDataclassError
+    usual = (OSError, ValueError, TypeError, AttributeError, KeyError, RuntimeError, ArithmeticError, AssertionError)
+    return (*usual, badly_typed)
