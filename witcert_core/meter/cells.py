@@ -5,7 +5,7 @@ Shapes: C cells (query heads of a row, or of several rows), S tokens, Hkv KV hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -50,6 +50,19 @@ class Terms:
     value_spread: Tensor
     directional_out: Tensor
     kernel_out: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[Terms], of: Callable[[list[Tensor]], Tensor]) -> Terms:
+        """One of several: `of` the tensors ``[...]`` that the parts have, field by field."""
+        return cls(*(of([getattr(part, f.name) for part in parts]) for f in fields(cls)))
+
+    def mapped(self, of: Callable[[Tensor], Tensor]) -> Terms:
+        """`of` each field ``[...]``."""
+        return Terms.joined([self], lambda same: of(same[0]))
+
+    def of(self, cells: slice) -> Terms:
+        """Those of some cells."""
+        return self.mapped(lambda x: x[cells])
 
 
 @dataclass(frozen=True)
@@ -154,16 +167,14 @@ def in_rows(parts: Sequence[Terms], rows: Sequence[int], heads: int, device: tor
         empty = torch.zeros(0, heads, dtype=torch.float64, device=device)
         acc = torch.zeros(0, heads, NUM_ACC_FIELDS, dtype=torch.float64, device=device)
         return Terms(acc, *[empty] * (len(fields(Terms)) - 1))
-    in_order = list(rows) == sorted(rows)
-    place = None if in_order else torch.tensor(rows, device=device).argsort()
+    place = None if list(rows) == sorted(rows) else torch.tensor(rows, device=device).argsort()
 
-    def column(name: str) -> Tensor:
-        found = [getattr(part, name) for part in parts]
+    def in_order(found: list[Tensor]) -> Tensor:
         flat = found[0] if len(found) == 1 else torch.cat(found)
         by_row = flat.reshape(len(rows), heads, *flat.shape[1:])
         return by_row if place is None else by_row.index_select(0, place)
 
-    return Terms(*(column(f.name) for f in fields(Terms)))
+    return Terms.joined(parts, in_order)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -221,9 +221,8 @@ def bound_cells(layers: Sequence[Summed]) -> list[CellBatch]:
 
 def _bounded(layers: list[Summed]) -> list[CellBatch]:
     """The cells of layers of one form and shape, on the host: bounds are many operations on few numbers."""
-    terms = [Terms(*(getattr(x.terms, f.name).cpu() for f in fields(Terms))) for x in layers]
-    together = Terms(*(torch.stack([getattr(x, f.name) for x in terms]) for f in fields(Terms)))
-    bounds = bounds_of(together, layers[0].form, layers[0].has_sink)
+    terms = [x.terms.mapped(Tensor.cpu) for x in layers]
+    bounds = bounds_of(Terms.joined(terms, torch.stack), layers[0].form, layers[0].has_sink)
     return [
         CellBatch(
             acc=own.acc,

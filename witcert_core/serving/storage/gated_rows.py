@@ -11,7 +11,7 @@ of one KV head, K = N * H KV heads side by side, S tokens that the longest reque
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -155,7 +155,7 @@ class GatedRows:
             blocks = -(-tokens // block_size)
             cells = self.cells(number)
             return Looked(
-                terms_of(terms, cells),
+                terms.of(cells),
                 bounds.meter[cells],
                 out_rel[cells],
                 out_least[cells],
@@ -172,11 +172,6 @@ class GatedRows:
         """The cells of KV head `number` of the K side by side."""
         size = self.num_rows * self.group
         return slice(number * size, (number + 1) * size)
-
-
-def terms_of(terms: Terms, cells: slice) -> Terms:
-    """Those of some cells."""
-    return Terms(*(getattr(terms, f.name)[cells] for f in fields(Terms)))
 
 
 def together(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from witcert_core.meter.measure import Summed
 from witcert_core.meter.sums import AccField
 from witcert_core.meter.tv import softmax_with_sink
 from witcert_core.policy.gates import CellStatus, Gate, GateDecision, GateState
-from witcert_core.serving.storage.gated_rows import GatedRows, LayerCall, Looked, RequestRows, terms_of, together
+from witcert_core.serving.storage.gated_rows import GatedRows, LayerCall, Looked, RequestRows, together
 
 
 @dataclass
@@ -134,7 +134,7 @@ class BlockRepairer:
         for numbers, of_heads, group in together(call, requests, side, self.form, self.num_kv_heads):
             terms, *_ = group.measure([0.0] * len(numbers))
             for i, place in enumerate((number, head) for number in numbers for head in of_heads):
-                yield place, terms_of(terms, group.cells(i))
+                yield place, terms.of(group.cells(i))
 
     def _look(
         self, call: LayerCall, requests: Sequence[RequestRows], places: Sequence[tuple[int, int]]
@@ -186,12 +186,12 @@ class BlockRepairer:
         audit = None
         if audits:
             audit = Audit(torch.cat([x.tv for x in audits], 1), torch.cat([x.excess for x in audits], 1))
-        quantized = _side_by_side([head.quantized for head in heads], len(rows.q))
+        quantized = _concat_heads([head.quantized for head in heads], len(rows.q))
         visible = rows.positions + 1 if window_left < 0 else (rows.positions + 1).clamp(max=window_left + 1)
         seen = visible, quantized
         return Outcome(
             cells=_merge([head.terms for head in heads], seen, rows.delta_loc, self.form, has_sink, audit),
-            status=_side_by_side([head.status for head in heads], len(rows.q)),
+            status=_concat_heads([head.status for head in heads], len(rows.q)),
             outputs={i: head.output for i, head in enumerate(heads) if head.output is not None},
             deterministic_cells=_merge(certain, seen, 0.0, self.form, has_sink, None) if rows.delta_loc > 0 else None,
             repaired_blocks=sum(head.blocks for head in heads),
@@ -316,7 +316,7 @@ def _reads(rows: RequestRows, blocks: Sequence[Tensor]) -> bool:
     return bool(blocks) and bool(torch.isin(rows.slots, torch.cat(list(blocks))).any())
 
 
-def _side_by_side(parts: Sequence[Tensor], num_rows: int) -> Tensor:
+def _concat_heads(parts: Sequence[Tensor], num_rows: int) -> Tensor:
     """Tensors [R * G, ...] of the KV heads as one [R, H, ...], query heads in order."""
     return torch.cat([part.reshape(num_rows, -1, *part.shape[1:]) for part in parts], 1)
 
@@ -331,6 +331,6 @@ def _merge(
 ) -> Summed:
     """The sums of all KV heads as one batch [R, H]; seen: tokens in view [R], and the quantized ones [R, H]."""
     num_rows = len(seen[0])
-    terms = Terms(*(_side_by_side([getattr(part, f.name) for part in parts], num_rows) for f in fields(Terms)))
+    terms = Terms.joined(parts, lambda found: _concat_heads(found, num_rows))
     spent = torch.full((num_rows,), delta_loc, dtype=torch.float64)
     return Summed(terms, form, has_sink, *seen, audit, spent)
