@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from layer_pool import attention
 from rotation import inv_freq
 from torch import Tensor
 
@@ -196,13 +197,6 @@ def play(made: MiniEngine) -> tuple[list[StepCells], list[dict[str, Any]]]:
         step.count(made.runtime.ledger, {0, 1})
         steps.append(step)
     return steps, [made.runtime.finish(request.name, "stop") for request in (a, b)]
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [HQ, D] and weights [HQ, S] of one query [HQ, D] over k, v [S, HKV, D], in float64."""
-    k, v = (x.double().repeat_interleave(HQ // HKV, 1) for x in (k, v))
-    weights = (torch.einsum("hd,shd->hs", q.double(), k) * SCALE).softmax(-1)
-    return torch.einsum("hs,shd->hd", weights, v), weights
 
 
 def sampled_of(runtime: Runtime) -> SampledCopies:

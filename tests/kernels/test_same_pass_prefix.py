@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from audits import audit_of
+from layer_pool import LayerPool
 from torch import Tensor
 
 from witcert_core.cache.packed import PackedLayer
@@ -31,25 +32,6 @@ FIRST = torch.arange(1, 17)  # slots that hold another text's keys when the pass
 SECOND, THIRD, FOURTH = torch.arange(20, 23), torch.arange(30, 32), torch.arange(40, 41)
 
 
-class Pool:
-    """One layer of an engine that writes all keys of a pass before it attends."""
-
-    def __init__(self) -> None:
-        self.k, self.v = torch.zeros(SLOTS, 1, D), torch.zeros(SLOTS, 1, D)
-
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.k[:, None], self.v[:, None]
-
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self.k[slots], self.v[slots]
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self.k[slots], self.v[slots] = k, v
-
-    def restore(self, layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("nothing is repaired here")
-
-
 class Served:
     """A layer of one head whose exact keys and values are at hand."""
 
@@ -60,7 +42,7 @@ class Served:
         meter = {"stride": 1, "audit_every": 1, "max_rows": 9}
         policy = parse_policy({"version": 1, "quantizer": settings, "meter": meter, "prefill_reads": "chunk_exact"})
         geometry = Geometry("test", 1, (0,), 1, 1, (0,), D, D, SLOTS, torch.float32, RotarySpec(D), "cpu")
-        self.pool = Pool()
+        self.pool = LayerPool(torch.zeros(SLOTS, 1, D), torch.zeros(SLOTS, 1, D))
 
         def side(width: int, value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((SLOTS, 1, width), value, dtype=dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from audits import audit_of
+from layer_pool import LayerPool
 from torch import Tensor
 
 from witcert_core.meter.attention import AttentionSpec
@@ -32,23 +33,11 @@ PASSES: list[Pass] = [
 ]
 
 
-class PlainPool:
-    """One layer's keys and values by slot."""
+class PlainPool(LayerPool):
+    """As the engine's, with nothing in it."""
 
     def __init__(self, dtype: torch.dtype, device: str = "cpu") -> None:
-        self.k, self.v = (torch.full((SLOTS, HKV, D), float("nan"), dtype=dtype, device=device) for _ in "kv")
-
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.k[:, None], self.v[:, None]
-
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self.k[slots], self.v[slots]
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self.k[slots], self.v[slots] = k, v
-
-    def restore(self, layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("nothing is repaired here")
+        super().__init__(*(torch.full((SLOTS, HKV, D), float("nan"), dtype=dtype, device=device) for _ in "kv"))
 
 
 class Served:

@@ -16,7 +16,8 @@ from audits import audit_of
 pytest.importorskip("sglang")
 sys.path.insert(0, str(Path(__file__).parents[1] / "sglang"))
 
-from engine import HKV, LAYERS, Engine, attention, triton_backend
+from engine import HKV, LAYERS, Engine, triton_backend
+from layer_pool import attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from witcert_sglang import windows
@@ -66,8 +67,8 @@ def test_bounds_are_over_the_tokens_that_triton_attends_to(meter: str, dtype: to
                 k, v = (x[-attended:] for x in read_by(engine, layer, row.request, row.position + 1, own))
                 exact = engine.exact[layer]["k"][row.request, : row.position + 1][-attended:]
                 q = queries[layer][row.token].to(dtype).float()
-                out, compressed = attention(q, k, v, cap)
-                _, true = attention(q, exact, exact, cap)
+                out, compressed = attention(q, k, v, cap=cap)
+                _, true = attention(q, exact, exact, cap=cap)
                 off = (outputs[layer][row.token].double() - out).abs().max()
                 assert off < (4e-3 if dtype == torch.float16 else 1e-5)
                 tv = (true - compressed).abs().sum(-1) / 2

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from plugin_serving import LAYERS, MiniEngine, Served, attention, play, sampling_engine, sketched_of
+from layer_pool import attention
+from plugin_serving import LAYERS, MiniEngine, Served, play, sampling_engine, sketched_of
 
 from witcert_core.report.prometheus import Metrics
 from witcert_core.report.text import render_sentence

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from layer_pool import LayerPool
 
 from witcert_core.cache.bands import band_map
 from witcert_core.cache.exact_copies import ExactCopies
@@ -25,20 +25,6 @@ KINDS: tuple[Kind, Kind] = ("k", "v")
 LAYER, SLOTS, HKV, G, D, BLOCK = 0, 96, 3, 2, 32, 4
 SCALE = D**-0.5
 SIZES: dict[str, Any] = {"num_kv_heads": HKV, "head_dim": D, "v_head_dim": D}
-
-
-class Pool:
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.k, self.v = k, v
-
-    def read(self, _layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self.k[slots], self.v[slots]
-
-    def write(self, _layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self.k[slots], self.v[slots] = k, v
-
-    def restore(self, _layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:
-        self.k[slots, head], self.v[slots, head] = k, v
 
 
 class Cache:
@@ -70,7 +56,7 @@ class Cache:
         copies = ExactCopies(layers=[LAYER], num_slots=SLOTS, num_rows=SLOTS, dtype=torch.float32, **SIZES)
         copies.claim(slots)
         copies.put(LAYER, slots, *exact)
-        self.pool = Pool(*(x.clone() for x in stored))
+        self.pool = LayerPool(*(x.clone() for x in stored))
         self.repairer = BlockRepairer(gate, self.store, copies, block_size=BLOCK, max_pagein_bytes=None)
 
     def run(self, requests: list[RequestRows], **options: Any) -> list[Outcome]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_pool import LayerPool
 from torch import Tensor
 
 from witcert_core.cache.bands import band_map
@@ -25,22 +26,6 @@ from witcert_core.serving.storage.repair import BlockRepairer
 
 S, R, HQ, HKV, D, LAYER, SPOILT = 12, 5, 4, 2, 32, 0, 9
 SCALE = D**-0.5
-
-
-class Pool:
-    """One layer whose keys and values lie as given."""
-
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.k, self.v = k, v
-
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self.k[slots], self.v[slots]
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        raise NotImplementedError
-
-    def restore(self, layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:
-        self.k[slots, head], self.v[slots, head] = k, v
 
 
 def tokens(spoilt: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +67,7 @@ def test_packed_attention(spoilt: str) -> None:
 def test_repaired_rows(spoilt: str) -> None:
     """Blocks before the spoilt token are restored, and the rows that read them computed again."""
     q, exact_k, exact_v = tokens(spoilt)
-    pool, slots = Pool(exact_k + 0.3, exact_v - 0.2), torch.arange(S)
+    pool, slots = LayerPool(exact_k + 0.3, exact_v - 0.2), torch.arange(S)
     pool.k[: S // 2] -= 0.6
     quantizer, bands = quantizer_registry().get("int8_token_group"), band_map(RotarySpec(D))
     sizes: dict[str, Any] = {"num_kv_heads": HKV, "head_dim": D, "v_head_dim": D}

@@ -177,14 +177,6 @@ class Engine:
         return self.pool.get_key_buffer(layer)[slots].float(), self.pool.get_value_buffer(layer)[slots].float()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Output [HQ, D] and weights [HQ, S] of one query [HQ, D] over k, v [S, HKV, D], in float64; cap 0 for none."""
-    k, v = (x.double().repeat_interleave(HQ // HKV, 1) for x in (k, v))
-    logits = torch.einsum("hd,shd->hs", q.double(), k) * SCALE
-    weights = (cap * (logits / cap).tanh() if cap else logits).softmax(-1)
-    return torch.einsum("hs,shd->hd", weights, v), weights
-
-
 def triton_backend(runner: Any) -> Any:
     """SGLang's own Triton backend over the pool of an `Engine`; Triton must have been imported to interpret."""
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend

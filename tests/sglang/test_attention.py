@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from audits import audit_of
-from engine import HKV, HQ, LAYERS, D, Engine, attention, gated
+from engine import HKV, HQ, LAYERS, D, Engine, gated
+from layer_pool import attention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 

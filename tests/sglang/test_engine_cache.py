@@ -10,7 +10,8 @@ import pytest
 import torch
 from audits import audit_of
 from conftest import Metered, ask_many, check_recorded, samples_of_each_task, write_policy
-from engine import LAYERS, Engine, attention
+from engine import LAYERS, Engine
+from layer_pool import attention
 from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock16KVCacheMethod, NVFP4KVCacheMethod
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from audits import audit_of
-from engine import HKV, LAYERS, D, Engine, attention, gated
+from engine import HKV, LAYERS, D, Engine, gated
+from layer_pool import attention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from witcert_core.policy.gates import CellStatus

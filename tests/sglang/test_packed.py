@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from audits import audit_of
-from engine import HKV, HQ, LAYERS, SLOTS, D, Engine, attention, gated
+from engine import HKV, HQ, LAYERS, SLOTS, D, Engine, gated
+from layer_pool import attention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 pytestmark = pytest.mark.sglang

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine import LAYERS, Engine, attention
+from engine import LAYERS, Engine
+from layer_pool import attention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 pytestmark = pytest.mark.sglang
