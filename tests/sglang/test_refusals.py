@@ -153,7 +153,6 @@ def test_a_broken_adapter_stops_the_server(checkpoint: Path, tmp_path: Path) -> 
 
 CHILD = """
 import multiprocessing, sys
-from typing import Any
 from sglang.srt.entrypoints.http_server import launch_server
 from sglang.srt.server_args import ServerArgs
 
