@@ -22,8 +22,10 @@ from witcert_core.evaluate.stats import mean_interval, paired_difference
 from witcert_core.policy.gates import Certified, GateDecision, GateState, Observe
 from witcert_core.policy.model import parse_policy
 from witcert_core.policy.plugins import register
+from witcert_core.serving.storage.acts import Gating
 from witcert_core.serving.storage.gated_rows import LayerCall, RequestRows
 from witcert_core.serving.storage.repair import BlockRepairer, Outcome
+from witcert_core.serving.storage.simulated import SimulatedStorage
 
 TAU, BLOCK = 0.2, 16
 QUANTIZERS = ("fp8_e4m3_cast", "int4_token_group", "int2_token_group")
@@ -97,24 +99,22 @@ class Oracle(BlockRepairer):
 
 
 def use_oracle(engine: OfflineEngine) -> None:
-    assert engine.passes.cache is not None
-    before = engine.passes.cache.repairer
-    assert before is not None
-    engine.passes.cache.repairer = Oracle(
-        Observe(), before.store, before.copies, block_size=before.block_size, max_pagein_bytes=None
-    )
+    acts = engine.runtime.cache.acts
+    assert isinstance(acts, Gating)
+    before = acts.repairer
+    acts.repairer = Oracle(Observe(), before.store, before.copies, block_size=before.block_size, max_pagein_bytes=None)
 
 
 def forget_repairs(engine: OfflineEngine) -> None:
     """Put back, after every pass, what was stored before its repairs: the traffic of a gate without persistence."""
-    cache, pool = engine.passes.cache, engine.passes.pool
-    assert cache is not None
+    storage, pool = engine.runtime.cache.storage, engine.passes.pool
+    assert isinstance(storage, SimulatedStorage)
     undo: list[Callable[[], None]] = []
     plain_restore, plain_forward = pool.restore, engine.forward
 
     def restore(layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:
         old_k, old_v = (x[:, head].clone() for x in pool.read(layer, slots))
-        side = cache.store[layer].head(head)
+        side = storage.store[layer].head(head)
         kept = [(tensor, tensor[slots].clone()) for tensor in side.tensors()]
 
         def put_back() -> None:

@@ -18,14 +18,12 @@ from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.dither import DitherKey
 from witcert_core.quantizers.rotary import RotarySpec, RotaryTable
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RequestPass
 from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.sampled import SampledCopies
 from witcert_core.serving.sketched import SampledSketches
 from witcert_core.serving.steps import StepCells
-from witcert_core.serving.storage.simulated import SimulatedCache
 
 HQ, HKV, D, LAYERS, SLOTS = 4, 2, 64, 2, 400
 SCALE = D**-0.5
@@ -88,7 +86,6 @@ class MiniEngine:
         tables = sections.pop("tables", lambda _layer: rotary_table(device=self.device))
         self.metered = sections.pop("metered", False)
         self.device: str = sections.pop("device", "cpu")
-        kind = sections.pop("kind", SimulatedCache)
         self.outputs: list[Tensor] = []
         self.asked: list[Tensor] = []
         meter = {"stride": 1, "audit_every": 1, "max_rows": 2} if self.metered else {}
@@ -113,12 +110,7 @@ class MiniEngine:
             device=self.device,
         )
 
-        def make_cache(encoder: Encoder) -> SimulatedCache:
-            made: SimulatedCache = kind(policy, geometry, self.pool, encoder)
-            return made
-
-        self.runtime = Runtime("test", policy, policy.resolved_quantizer, geometry, make_cache, None, tables=tables)
-        self.stored_reads = policy.prefill_reads == "stored"
+        self.runtime = Runtime("test", policy, geometry, self.pool, None, tables=tables)
 
     def take(self, count: int) -> Tensor:
         """The next `count` free slots; they come round again, as a pool's do."""
@@ -136,8 +128,6 @@ class MiniEngine:
         slots, positions = torch.cat(out_slots).to(self.device), torch.cat(places).to(self.device)
         self.runtime.begin(passes, slots)
         decoding = [count == 1 < request.length for request, count in new.items()]
-        counts = torch.tensor(list(new.values()))
-        stored = torch.tensor([self.stored_reads or d for d in decoding]).repeat_interleave(counts).to(self.device)
         self.asked, self.outputs = [], []
         for layer in range(LAYERS):
             own = [torch.cat([r.exact[kind][layer, p] for r, p in zip(new, places, strict=True)]) for kind in "kv"]
@@ -149,7 +139,7 @@ class MiniEngine:
                 self.pool.write(layer, slots, own[0] if k is None else k, own[1] if v is None else v)
                 return torch.zeros(len(slots), HQ, D, device=self.device)
 
-            call = AttentionCall(layer, q, own[0], own[1], slots, positions, AttentionSpec(SCALE), run, stored)
+            call = AttentionCall(layer, q, own[0], own[1], slots, positions, AttentionSpec(SCALE), run)
             self.outputs.append(self.runtime.attend(call))
         step = self.runtime.end()
         assert step is not None

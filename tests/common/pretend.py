@@ -24,6 +24,17 @@ DEVICE = torch.device("meta")
 _ATEN = torch.ops.aten
 CROSSES = {_ATEN._to_copy.default, _ATEN.copy_.default}
 """Operations that move numbers between devices."""
+WAITS = {
+    _ATEN._local_scalar_dense.default,
+    _ATEN.equal.default,
+    _ATEN.is_nonzero.default,
+    _ATEN.masked_select.default,
+    _ATEN.nonzero.default,
+    _ATEN._unique2.default,
+    _ATEN.unique_dim.default,
+    _ATEN.repeat_interleave.Tensor,
+}
+"""Operations whose result, or its size, the host has to wait for."""
 HOST_INDEX = {
     _ATEN.index.Tensor: (0,),
     _ATEN.index_put.default: (0, 2),
@@ -52,6 +63,8 @@ class Pretended(torch.Tensor):
         return made
 
     def tolist(self) -> Any:
+        if _FORBIDDEN:
+            raise RuntimeError("tolist waits for the device")
         return self._held.tolist()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -88,6 +101,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tree_map(lambda x: flat.append(x) if isinstance(x, torch.Tensor) else None, (args, kwargs))
     here = any(isinstance(x, Pretended) for x in flat)
     device = kwargs.get("device")
+    if _FORBIDDEN and here and _waits(func, args, device):
+        raise RuntimeError(f"{func} waits for the device")
     if func not in CROSSES and here:
         must = HOST_INDEX.get(func)
         held = flat if must is None else [args[i] for i in must if i < len(args) and isinstance(args[i], torch.Tensor)]
@@ -122,6 +137,14 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(wrap, result)
 
 
+def _waits(func: Any, args: Any, device: Any) -> bool:
+    """Whether an operation on tensors of the device holds up the host."""
+    if func in HOST_INDEX:  # by flags: how many there are is what the result's size follows from
+        return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in args[1])
+    to_host = func is _ATEN._to_copy.default and device is not None and torch.device(device) != DEVICE
+    return func in WAITS or to_host or (func is _ATEN.copy_.default and not isinstance(args[0], Pretended))
+
+
 def _as_tensors(index: Any) -> Any:
     """An index with its lists as tensors."""
     if isinstance(index, tuple):
@@ -134,6 +157,21 @@ def _launched(launch: Any, kernel: Any, grid: Any, *args: Any, **options: Any) -
     if not all(isinstance(x, Pretended) for x in tree_leaves(args) if isinstance(x, torch.Tensor)):
         raise RuntimeError(f"{kernel}: tensors of the host are launched with")
     launch(kernel, grid, *tree_map(lambda x: x._held if isinstance(x, Pretended) else x, args), **options)
+
+
+_FORBIDDEN: list[bool] = []
+"""Not empty while nothing may wait for the device."""
+
+
+@contextmanager
+def never_waiting(holds: bool = True) -> Iterator[None]:
+    """Within the block nothing may make the host wait for the device; with `holds` false, everything may again."""
+    before = list(_FORBIDDEN)
+    _FORBIDDEN[:] = [True] if holds else []
+    try:
+        yield
+    finally:
+        _FORBIDDEN[:] = before
 
 
 @contextmanager

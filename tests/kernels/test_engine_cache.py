@@ -11,8 +11,6 @@ from audits import audit_of
 from torch import Tensor
 
 from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
-from witcert_core.serving.device.engine import KernelEngine, engine_cache
-from witcert_core.serving.storage.engine import EngineCache
 
 from .test_simulated import HKV, HQ, LAYER, SCALE, SLOTS, D, PlainPool, Served
 from .two_requests import Pass
@@ -36,8 +34,8 @@ class NarrowPool(PlainPool):
             kept.view(torch.uint8)[slots] = given.to(kept.dtype).view(torch.uint8)
 
 
-def served(kind: Any, narrow: torch.dtype, dtype: torch.dtype = torch.float16, **sections: Any) -> Served:
-    engine = Served(kind, "engine", dtype, NarrowPool(narrow, dtype), **sections)
+def served(who: str, narrow: torch.dtype, dtype: torch.dtype = torch.float16, **sections: Any) -> Served:
+    engine = Served(who, "engine", dtype, NarrowPool(narrow, dtype), **sections)
     engine.checks_outputs = False  # its chunks read what they stored, where the policy says their own exact keys
     return engine
 
@@ -45,8 +43,7 @@ def served(kind: Any, narrow: torch.dtype, dtype: torch.dtype = torch.float16, *
 @pytest.mark.parametrize("narrow", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 def test_generated_tokens_are_certified_over_the_engines_own_pages(narrow: torch.dtype, dtype: torch.dtype) -> None:
-    ours, theirs = (served(kind, narrow, dtype) for kind in (engine_cache, EngineCache))
-    assert type(ours.runtime.cache) is KernelEngine
+    ours, theirs = (served(who, narrow, dtype) for who in ("kernels", "torch"))
     passes: list[Pass] = [[(40, False), (13, False)], DECODE, [(1, False), (3, False)], DECODE]
     for new in passes:
         (mine, _), (other, _) = ours.step(new), theirs.step(new)
@@ -73,7 +70,7 @@ def test_generated_tokens_are_certified_over_the_engines_own_pages(narrow: torch
 def test_no_weights_of_such_a_kernel_pass_the_bound(dtype: torch.dtype) -> None:
     """Weights as FlashInfer's FA2 kernels make them of fp8 keys: unnormalised, rounded to 16 bit, then divided by
     the sum of the rounded ones; bfloat16 is the coarser of its two dtypes."""
-    engine = served(engine_cache, torch.float8_e4m3fn, dtype)
+    engine = served("kernels", torch.float8_e4m3fn, dtype)
     exact: dict[str, Tensor] = {}
     plain = engine.pool.write
 
@@ -109,9 +106,9 @@ def test_no_weights_of_such_a_kernel_pass_the_bound(dtype: torch.dtype) -> None:
 
 
 def test_a_slot_the_engine_wrote_from_elsewhere_is_unknown() -> None:
-    engine = served(engine_cache, torch.float8_e5m2)
+    engine = served("kernels", torch.float8_e5m2)
     engine.step([(9, False), (14, False)])
-    engine.runtime.cache.moved(engine.requests.slots[0, :3], engine.requests.slots[1, :3])
+    engine.runtime.moved(engine.requests.slots[0, :3], engine.requests.slots[1, :3])
     step, _ = engine.step(DECODE)
     cells = step.layers[LAYER]
     assert (cells.meter[0] == 1).all()
@@ -121,4 +118,7 @@ def test_a_slot_the_engine_wrote_from_elsewhere_is_unknown() -> None:
 
 def test_what_certify_does_not_know_is_left_to_the_reference() -> None:
     for meter in ({"sketch_bits": 4}, {"form": "extremal"}):
-        assert type(served(engine_cache, torch.float8_e4m3fn, meter=meter).runtime.cache) is EngineCache
+        engine = served("kernels", torch.float8_e4m3fn, meter=meter)
+        engine.step([(9, False), (14, False)])
+        step, _ = engine.step(DECODE)
+        assert step.layers[LAYER].acc.dtype == torch.float64

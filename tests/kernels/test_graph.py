@@ -14,7 +14,6 @@ from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.cells import CellBatch
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.device.graphs import CapturedDecode
-from witcert_core.serving.device.packed import KernelPacked
 
 from .recorder import Recorder
 from .test_serving import HKV, HQ, LAYER, PASSES, SCALE, D, Served
@@ -28,30 +27,25 @@ class Graph:
 
     def __init__(self, served: Served, max_kv_len: int = 64, **options: Any) -> None:
         self.runtime = served.runtime
-        cache = self.runtime.cache
-        assert isinstance(cache, KernelPacked)
-        self.captured = CapturedDecode(cache, ROWS + 1, max_kv_len, uses_dither=self.runtime.uses_dither)
+        self.captured = CapturedDecode(served.storage, ROWS + 1, max_kv_len, uses_dither=self.runtime.uses_dither)
         self.q, self.k, self.v = (torch.randn(ROWS, h, D) for h in (HQ, HKV, HKV))
         self.captured.begin_capture(ROWS)
         nowhere = torch.zeros(ROWS, dtype=torch.int64)
         static = self.q, self.k, self.v, nowhere, nowhere
-        call = AttentionCall(LAYER, *static, AttentionSpec(SCALE, **options), lambda *_: nowhere, True)
+        call = AttentionCall(LAYER, *static, AttentionSpec(SCALE, **options), lambda *_: nowhere)
         with Recorder() as self.graph:
             self.out = self.captured.attend(call)
 
     def replay(self, call: AttentionCall) -> Tensor:
         """A pass of two requests: only static inputs are refilled."""
         runtime, captured = self.runtime, self.captured
-        plan, step = runtime.plan, runtime.step
-        assert plan is not None
-        assert step is not None
-        deltas = runtime._deltas(plan)
-        lengths = [slots.numel() for slots in plan.requests]
-        captured.load(ROWS, call.slots, torch.cat(plan.requests), lengths, plan, deltas)
+        assert runtime.now is not None
+        plan = runtime.now.plan
+        captured.load(ROWS, torch.cat(plan.requests), [slots.numel() for slots in plan.requests], runtime.now)
         for static, new in ((self.q, call.q), (self.k, call.exact_k), (self.v, call.exact_v)):
             static[:2].copy_(new)
         self.graph.replay()
-        captured.read(step, plan, deltas, "auto", padding=1)
+        captured.read(runtime.now, "auto", padding=1)
         runtime.attention_calls = 1
         return self.out[:2].clone()
 
@@ -67,7 +61,7 @@ class Graph:
 )
 def test_a_replay_is_the_eager_pass(name: str, meter: dict[str, Any], options: dict[str, Any]) -> None:
     """Codes, outputs and every number of every cell; keys of the padding go nowhere."""
-    ours, theirs = (Served(KernelPacked, name, audit_every=0, **meter) for _ in range(2))
+    ours, theirs = (Served("kernels", name, audit_every=0, **meter) for _ in range(2))
     graph = Graph(ours, **options)  # before any key is known, as an engine does
     for served in (ours, theirs):
         served.step(PASSES[0], **options)
@@ -91,11 +85,9 @@ def test_a_replay_is_the_eager_pass(name: str, meter: dict[str, Any], options: d
 
 
 def test_what_no_graph_can_hold_is_refused() -> None:
-    ours = Served(KernelPacked, "int8_dither", audit_every=0)
-    cache = ours.runtime.cache
-    assert isinstance(cache, KernelPacked)
+    ours = Served("kernels", "int8_dither", audit_every=0)
     with pytest.raises(UnsupportedError, match="shorten the context"):
-        CapturedDecode(cache, 4, 2**20, uses_dither=True)
+        CapturedDecode(ours.storage, 4, 2**20, uses_dither=True)
     graph = Graph(ours)
     ours.step(PASSES[0])
     graph.captured.captured[ROWS].clear()
@@ -109,7 +101,7 @@ def test_what_no_graph_can_hold_is_refused() -> None:
 
 def test_the_second_launch_needs_its_counter_too() -> None:
     """A cell is measured only if its deterministic bound is of the same step."""
-    ours = Served(KernelPacked, "int8_dither", audit_every=0)
+    ours = Served("kernels", "int8_dither", audit_every=0)
     graph = Graph(ours)
     ours.step(PASSES[0])
     launches = [i for i, op in enumerate(graph.graph.ops) if op[0].name() in ("decode_split", "merge_splits")]
@@ -121,17 +113,17 @@ def test_the_second_launch_needs_its_counter_too() -> None:
 
 def test_capture_and_refill_never_wait() -> None:
     """The recorder refuses to read numbers; refilling runs under it as well."""
-    ours = Served(KernelPacked, "int8_dither", audit_every=0, stride=2)
+    ours = Served("kernels", "int8_dither", audit_every=0, stride=2)
     graph = Graph(ours)
     ours.step(PASSES[0])
 
     def load(call: AttentionCall) -> Tensor:
-        plan = ours.runtime.plan
-        assert plan is not None
-        unmetered = replace(plan, rows=[])
-        lengths = [slots.numel() for slots in plan.requests]
+        now = ours.runtime.now
+        assert now is not None
+        lengths = [slots.numel() for slots in now.plan.requests]
+        unmetered = replace(now, plan=replace(now.plan, rows=[]))
         with Recorder():
-            graph.captured.load(ROWS, call.slots, torch.cat(plan.requests), lengths, unmetered, [])
+            graph.captured.load(ROWS, torch.cat(now.plan.requests), lengths, unmetered)
         assert graph.captured.flag.item() == 0
         return graph.replay(call)
 

@@ -114,7 +114,11 @@ class Runner:
         """Everything a pass changes."""
         pool, runtime = self.model.token_to_kv_pool, self.runtime
         buffers = (pool.k_buffer, pool.v_buffer, pool.k_scale_buffer, pool.v_scale_buffer)
-        tensors = [*(x for buffer in buffers for x in buffer), runtime.pass_ids, runtime.cache.pass_bits]
+        tensors = [
+            *(x for buffer in buffers for x in buffer),
+            runtime.pass_ids,
+            runtime.cache.storage.kernels.pass_bits,
+        ]
         return tensors, (runtime.planner, runtime.passes)
 
     def both(self, batch: Any) -> tuple[tuple[torch.Tensor, StepCells], tuple[torch.Tensor, StepCells]]:

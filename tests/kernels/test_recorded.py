@@ -11,10 +11,6 @@ import recorded
 import torch
 from torch import Tensor
 
-from witcert_core.serving.device.engine import engine_cache
-from witcert_core.serving.device.packed import packed_storage
-from witcert_core.serving.device.simulated import simulated_cache
-
 from . import test_engine_cache as engine
 from . import test_serving as packed
 from . import test_simulated as simulated
@@ -65,7 +61,7 @@ def report(jsonl: Path) -> dict[str, str]:
 def test_packed(case: str, tmp_path: Path) -> None:
     name, sections, options = PACKED[case]
     jsonl = tmp_path / "records.jsonl"
-    served = packed.Served(packed_storage, name, report=report(jsonl), **{"audit_every": 1, **sections})
+    served = packed.Served("kernels", name, report=report(jsonl), **{"audit_every": 1, **sections})
     check(case, served, jsonl, options)
 
 
@@ -73,11 +69,11 @@ def test_packed(case: str, tmp_path: Path) -> None:
 def test_simulated(case: str, tmp_path: Path) -> None:
     name, dtype, sections, options = SIMULATED[case]
     jsonl = tmp_path / "records.jsonl"
-    served = simulated.Served(simulated_cache, name, dtype, report=report(jsonl), **sections)
+    served = simulated.Served("kernels", name, dtype, report=report(jsonl), **sections)
     check(case, served, jsonl, options)
 
 
 def test_engines_own(tmp_path: Path) -> None:
     jsonl = tmp_path / "records.jsonl"
-    served = engine.served(engine_cache, torch.float8_e4m3fn, report=report(jsonl))
+    served = engine.served("kernels", torch.float8_e4m3fn, report=report(jsonl))
     check("engine fp8_e4m3", served, jsonl, {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +16,13 @@ from witcert_core.meter.tv import total_variation
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.device.packed import KernelPacked, waves
-from witcert_core.serving.device.simulated import KernelSimulated
+from witcert_core.serving.device.packed import waves
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RequestPass, RowPlan
 from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.steps import StepCells
-from witcert_core.serving.storage.engine import EngineCache
-from witcert_core.serving.storage.packed import PackedStorage
-from witcert_core.serving.storage.simulated import SimulatedCache
+
+from .two_requests import built_for
 
 D, SLOTS, SCALE = 32, 60, 32**-0.5
 FIRST = torch.arange(1, 17)  # slots that hold another text's keys when the pass begins
@@ -35,9 +32,9 @@ SECOND, THIRD, FOURTH = torch.arange(20, 23), torch.arange(30, 32), torch.arange
 class Served:
     """A layer of one head whose exact keys and values are at hand."""
 
-    def __init__(self, kind: Callable[..., Any], name: str = "int8_dither") -> None:
+    def __init__(self, storage: str, who: str) -> None:
         torch.manual_seed(0)
-        packed = issubclass(kind, PackedStorage)  # type: ignore[arg-type]
+        packed, name = storage == "packed", "engine" if storage == "engine" else "int8_dither"
         settings = {"name": name, "storage": "packed" if packed else "simulated"}
         meter = {"stride": 1, "audit_every": 1, "max_rows": 9}
         policy = parse_policy({"version": 1, "quantizer": settings, "meter": meter, "prefill_reads": "chunk_exact"})
@@ -50,14 +47,13 @@ class Served:
         scales = [side(1, float("inf"), torch.float16) for _ in "kv"]
         layer = PackedLayer(side(D, 0, torch.int8), side(D, 0, torch.int8), *scales)
         store: Any = {0: layer} if packed else self.pool
-        self.runtime = Runtime(
-            "test", policy, policy.resolved_quantizer, geometry, lambda e: kind(policy, geometry, store, e), None
-        )
+        with built_for(who):
+            self.runtime = Runtime("test", policy, geometry, store, None)
         self.exact = {x: torch.zeros(SLOTS, D, dtype=torch.float64) for x in "kv"}
 
     def step(self, *requests: tuple[str, Tensor, int]) -> tuple[StepCells, Tensor, Tensor]:
         """One pass over chunks (id, slots, new tokens) that read themselves exactly; its cells, queries and outputs."""
-        passes = [RequestPass(rid, slots, new, True) for rid, slots, new in requests]
+        passes = [RequestPass(rid, slots, new, True, attends_quantized=False) for rid, slots, new in requests]
         slots = torch.cat([p.slots[-p.new_tokens :] for p in passes])
         positions = torch.cat([torch.arange(p.slots.numel() - p.new_tokens, p.slots.numel()) for p in passes])
         q, k, v = (torch.randn(slots.numel(), 1, D) * scale for scale in (2, 2, 1))
@@ -73,9 +69,7 @@ class Served:
                 outs.append((mine @ keys.T * SCALE).softmax(-1) @ values)
             return torch.stack(outs)
 
-        call = AttentionCall(
-            0, q, k, v, slots, positions, AttentionSpec(SCALE), run, torch.zeros(slots.numel(), dtype=torch.bool)
-        )
+        call = AttentionCall(0, q, k, v, slots, positions, AttentionSpec(SCALE), run)
         out = self.runtime.attend(call).view(-1, D)
         step = self.runtime.end()
         assert step is not None
@@ -89,11 +83,13 @@ class Served:
         return float(total_variation(exact[None], served[None])), o, served @ values
 
 
-@pytest.mark.parametrize("kind", [KernelPacked, PackedStorage, KernelSimulated, SimulatedCache, EngineCache])
-def test_a_prefix_of_the_same_pass_is_never_read_as_what_its_slots_held_before(kind: type) -> None:
+@pytest.mark.parametrize(
+    ("storage", "who"),
+    [("packed", "kernels"), ("packed", "torch"), ("simulated", "kernels"), ("simulated", "torch"), ("engine", "torch")],
+)
+def test_a_prefix_of_the_same_pass_is_never_read_as_what_its_slots_held_before(storage: str, who: str) -> None:
     """Requests in a chain, each reading what the one before computes; handed over in an order that does not help."""
-    name = "engine" if kind is EngineCache else "int8_dither"
-    served = Served(kind, name)
+    served = Served(storage, who)
     served.step(("old", FIRST, 16))
     served.runtime.forget("old")
     both = torch.cat([FIRST, SECOND])
@@ -105,16 +101,15 @@ def test_a_prefix_of_the_same_pass_is_never_read_as_what_its_slots_held_before(k
         seen = order[row.request][1][: row.position + 1]
         own_from = order[row.request][1].numel() - order[row.request][2]
         keys, values = served.exact["k"][seen].clone(), served.exact["v"][seen].clone()
-        if kind is KernelPacked:  # reads codes of the tokens before its own
-            assert isinstance(served.runtime.cache, PackedStorage)
-            stored = served.runtime.cache.cache.read(0, seen[:own_from])
+        if (storage, who) == ("packed", "kernels"):  # reads codes of the tokens before its own
+            stored = served.runtime.cache.storage.stored(0, seen[:own_from])
             keys[:own_from], values[:own_from] = (x[:, 0].double() for x in stored)
         tv, exact, expected = served.truth(q[row.token], keys, values, seen)
         assert torch.allclose(out[row.token], expected, atol=2e-5)
         assert tv <= cells.meter[number, 0]
         assert (out[row.token] - exact).norm() <= cells.out_bound[number, 0] + 2e-6  # fp32 sums over values
         assert torch.allclose(audit_of(cells)[number, 0], torch.tensor(tv).double(), atol=1e-5)
-        if kind is EngineCache:  # whether it reads others' tokens before or after they are written is not known
+        if storage == "engine":  # whether it reads others' tokens before or after they are written is not known
             assert cells.meter[number, 0] == 1
             assert cells.out_bound[number, 0].isinf()
         else:

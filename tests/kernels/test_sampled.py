@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from witcert_core.serving.device.packed import KernelPacked
-from witcert_core.serving.device.simulated import KernelSimulated
-
 from . import test_serving as packed
 from . import test_simulated as simulated
 
@@ -35,10 +32,10 @@ def assert_alike(sampled: Any, full: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize(("name", "options"), [("fp8_e4m3_cast", {"window_left": 6}), ("int8_dither", {})], ids=str)
 def test_of_a_simulated_cache(name: str, options: dict[str, Any]) -> None:
-    sampled, full = (simulated.Served(KernelSimulated, name, torch.float32, meter=meter) for meter in (SAMPLE, EVERY))
+    sampled, full = (simulated.Served("kernels", name, torch.float32, meter=meter) for meter in (SAMPLE, EVERY))
     assert_alike(sampled, full, **options)
 
 
 def test_of_a_packed_cache() -> None:
-    sampled, full = (packed.Served(KernelPacked, "int8_dither", **meter) for meter in (SAMPLE, EVERY))
+    sampled, full = (packed.Served("kernels", "int8_dither", **meter) for meter in (SAMPLE, EVERY))
     assert_alike(sampled, full, window_left=6)

@@ -18,13 +18,12 @@ from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_var
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.device.packed import KernelPacked, packed_storage
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.steps import StepCells
 from witcert_core.serving.storage.packed import PackedStorage
 
-from .two_requests import Pass, TwoRequests
+from .two_requests import Pass, TwoRequests, built_for
 
 HQ, HKV, D, SLOTS, LAYER = 4, 2, 64, 150, 0
 SCALE = D**-0.5
@@ -36,7 +35,7 @@ class Served:
 
     def __init__(
         self,
-        kind: type[PackedStorage] | Callable[..., PackedStorage],
+        who: str,
         name: str,
         device: str = "cpu",
         gate: dict[str, Any] | None = None,
@@ -62,15 +61,18 @@ class Served:
             side(2, 255, torch.uint8) if quantizer.stored_witness else None,
             side(2 * quantizer.bypass_pairs, float("nan"), torch.float32) if quantizer.bypass_pairs else None,
         )
-        self.runtime = Runtime(
-            "test", policy, quantizer, geometry, lambda e: kind(policy, geometry, {LAYER: self.layer}, e), None
-        )
+        with built_for(who):
+            self.runtime = Runtime("test", policy, geometry, {LAYER: self.layer}, None)
         self.runtime.encoder.dither_key = type(self.runtime.encoder.dither_key)(0, 5, 0)
-        cache = self.runtime.cache
-        assert isinstance(cache, PackedStorage)
-        cache.cache.key = self.runtime.encoder.dither_key
+        self.storage.cache.key = self.runtime.encoder.dither_key
         self.requests = TwoRequests(SLOTS, self.gen, device)
         self.exact = {x: torch.zeros(2, 70, HKV, D) for x in "kv"}
+
+    @property
+    def storage(self) -> PackedStorage:
+        storage = self.runtime.cache.storage
+        assert isinstance(storage, PackedStorage)
+        return storage
 
     def step(
         self, new: Pass, through: Callable[[AttentionCall], Tensor] | None = None, **options: Any
@@ -105,9 +107,7 @@ class Served:
     def truth(self, request: int, position: int, q: Tensor, own_from: int, **options: Any) -> tuple[Tensor, ...]:
         """True TV and output error [HQ] of a row whose request reads tokens from `own_from` on exactly."""
         slots = self.requests.slots[request, : position + 1]
-        cache = self.runtime.cache
-        assert isinstance(cache, PackedStorage)
-        stored = dict(zip("kv", cache.cache.read(LAYER, slots), strict=True))
+        stored = dict(zip("kv", self.storage.cache.read(LAYER, slots), strict=True))
         exact = {x: self.exact[x][request, : position + 1] for x in "kv"}
         first = position - options["window_left"] if options.get("window_left", -1) >= 0 else 0
         sinks = options.get("sinks")
@@ -140,7 +140,9 @@ def layers_equal(a: PackedLayer, b: PackedLayer) -> None:
 @pytest.mark.parametrize("name", ["int8_dither", "int8_dither_w", "int8_dither_bypass"])
 def test_kernels_serve_what_the_reference_serves(name: str) -> None:
     """Equal codes, outputs but for fp32, and bounds near each other on the same rows; none below the truth."""
-    ours, theirs = Served(KernelPacked, name), Served(PackedStorage, name)
+    ours, theirs = Served("kernels", name), Served("torch", name)
+    assert ours.storage.kernels is not None
+    assert theirs.storage.kernels is None
     for new in PASSES:
         starts = list(ours.requests.lens)
         (mine, q, out), (other, _, expected) = ours.step(new), theirs.step(new)
@@ -177,7 +179,7 @@ def test_kernels_serve_what_the_reference_serves(name: str) -> None:
     ids=["window", "cap and sinks"],
 )
 def test_what_only_kernels_attend_to(options: dict[str, Any]) -> None:
-    ours = Served(KernelPacked, "int8_dither")
+    ours = Served("kernels", "int8_dither")
     for new in PASSES:
         starts = list(ours.requests.lens)
         step, q, out = ours.step(new, **options)
@@ -193,30 +195,27 @@ def test_what_only_kernels_attend_to(options: dict[str, Any]) -> None:
 
 
 def test_rows_between_the_stride_are_attended_and_not_measured() -> None:
-    ours = Served(KernelPacked, "int8_dither", stride=2)
+    ours = Served("kernels", "int8_dither", stride=2)
     ours.step(PASSES[0])
     counts = [len(ours.step([(1, True), (1, True)])[0].rows) for _ in range(3)]
     assert counts == [2, 0, 2]
 
 
 def test_slots_never_written_are_unknown() -> None:
-    ours = Served(KernelPacked, "int8_dither")
+    ours = Served("kernels", "int8_dither")
     ours.step(PASSES[0])
-    cache = ours.runtime.cache
-    assert isinstance(cache, KernelPacked)
-    for rows in (cache.pass_bits, ours.runtime.pass_ids):
+    assert ours.storage.kernels is not None
+    for rows in (ours.storage.kernels.pass_bits, ours.runtime.pass_ids):
         rows[ours.requests.slots[1, 4]] = 0
     step, _, _ = ours.step([(1, True), (1, True)])
     assert (step.layers[LAYER].meter[0] < 1).all()
     assert (step.layers[LAYER].meter[1] == 1).all()
 
 
-@pytest.mark.parametrize("kind", [KernelPacked, PackedStorage])
-def test_outliers_are_chosen_again_from_a_longer_pass(kind: type[PackedStorage]) -> None:
+@pytest.mark.parametrize("who", ["kernels", "torch"])
+def test_outliers_are_chosen_again_from_a_longer_pass(who: str) -> None:
     """A warm-up of a few tokens does not decide; what it and its answer left behind is written again, as if it had."""
-    served = Served(kind, "int8_dither_bypass")
-    cache = served.runtime.cache
-    assert isinstance(cache, PackedStorage)
+    served = Served(who, "int8_dither_bypass")
     served.step([(3, False), (2, False)])
     first = served.layer.channels
     for new in ([(1, True), (1, True)], [(60, False), (40, False)], [(1, True), (1, True)]):
@@ -229,7 +228,7 @@ def test_outliers_are_chosen_again_from_a_longer_pass(kind: type[PackedStorage])
     seen = torch.cat([served.exact["k"][i, :n] for i, n in enumerate(lens)])
     assert torch.equal(final, outlier_channels(seen, RotarySpec(D), final.shape[1] // 2))
     for request, n in enumerate(lens):
-        stored, _ = cache.cache.read(LAYER, served.requests.slots[request, :n])
+        stored, _ = served.storage.cache.read(LAYER, served.requests.slots[request, :n])
         exact = served.exact["k"][request, :n]
         assert torch.equal(taken(stored, final), taken(exact, final))
         steps = served.layer.k_scale[served.requests.slots[request, :n]].double().repeat_interleave(32, -1)
@@ -241,18 +240,23 @@ def test_outliers_are_chosen_again_from_a_longer_pass(kind: type[PackedStorage])
     assert served.layer.channels is final
 
 
-def test_a_gate_that_repairs_is_left_to_the_reference() -> None:
-    """Bounds within the gate's target after repairs, and the outputs of rows that read exact blocks."""
-    gated, plain = Served(packed_storage, "int8_dither", gate=GATE), Served(PackedStorage, "int8_dither")
-    assert type(gated.runtime.cache) is PackedStorage
-    for new in PASSES:
-        (mine, _, out), (other, _, unrepaired) = gated.step(new), plain.step(new)
+def test_a_gate_acts_beside_kernels() -> None:
+    """Codes by kernels; bounds within the gate's target after repairs, and outputs of rows that read exact blocks."""
+    gated, in_torch = (Served(who, "int8_dither", gate=GATE) for who in ("kernels", "torch"))
+    plain = Served("torch", "int8_dither")
+    assert gated.storage.kernels is not None
+    for new in [*PASSES, [(1, True), (1, True)]]:
+        (mine, _, out), (same, _, expected), (other, _, unrepaired) = (x.step(new) for x in (gated, in_torch, plain))
+        layers_equal(in_torch.layer, gated.layer)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=0.0)
+        for layer, cells in same.layers.items():
+            assert torch.equal(mine.layers[layer].meter, cells.meter)
+        assert [v.repaired_blocks for v in mine.verdicts] == [v.repaired_blocks for v in same.verdicts]
     repaired, damaged = mine.layers[LAYER].meter, other.layers[LAYER].meter
-    assert sum(verdict.repaired_blocks for verdict in mine.verdicts) > 0
     assert repaired.max() <= GATE["tau"] < damaged.max()
     assert not torch.allclose(out, unrepaired, atol=1e-4)
 
 
 def test_what_kernels_cannot_do_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"meter\.form is 'extremal'"):
-        Served(packed_storage, "int8_dither", form="extremal")
+        Served("kernels", "int8_dither", form="extremal")

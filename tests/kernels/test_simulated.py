@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +15,13 @@ from witcert_core.meter.tv import attention_logits, softmax_with_sink
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.device.simulated import KernelSimulated, simulated_cache
+from witcert_core.serving.device.certify import KernelSums
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.steps import StepCells
-from witcert_core.serving.storage.simulated import SimulatedCache
+from witcert_core.serving.storage.acts import Gating, Observing, TorchSums
 
-from .two_requests import Pass, TwoRequests
+from .two_requests import Pass, TwoRequests, built_for
 
 HQ, HKV, D, SLOTS, LAYER = 4, 2, 64, 150, 0
 SCALE = D**-0.5
@@ -47,7 +46,7 @@ class Served:
 
     def __init__(
         self,
-        kind: Callable[..., SimulatedCache],
+        who: str,
         name: str,
         dtype: torch.dtype,
         pool: Any = None,
@@ -60,17 +59,16 @@ class Served:
         geometry = Geometry("test", HQ, (LAYER,), HQ, HKV, (0, 1), D, D, SLOTS, dtype, RotarySpec(D), device)
         self.dtype = dtype
         self.pool = PlainPool(dtype, device) if pool is None else pool
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, built_for(who):
             patch.setattr("secrets.randbits", lambda _bits: 5)  # two runs with the same dither
-            self.runtime = Runtime(
-                "test",
-                policy,
-                policy.resolved_quantizer,
-                geometry,
-                lambda e: kind(policy, geometry, self.pool, e),
-                None,
-            )
+            self.runtime = Runtime("test", policy, geometry, self.pool, None)
         self.requests = TwoRequests(SLOTS, self.gen, device)
+
+    @property
+    def who(self) -> type:
+        """What sums over the rows."""
+        acts = self.runtime.cache.acts
+        return type(acts.summer) if isinstance(acts, Observing) else type(acts)
 
     def step(self, new: Pass, **options: Any) -> tuple[StepCells, Tensor]:
         """One pass; its cells and outputs [N, HQ, D]."""
@@ -129,8 +127,8 @@ def test_certify_says_what_the_reference_says(
     name: str, dtype: torch.dtype, options: dict[str, Any], sections: dict[str, Any]
 ) -> None:
     """Equal pools, outputs and side tensors; bounds near the reference's, none below the truth."""
-    ours, theirs = (Served(kind, name, dtype, **sections) for kind in (simulated_cache, SimulatedCache))
-    assert type(ours.runtime.cache) is KernelSimulated
+    ours, theirs = (Served(who, name, dtype, **sections) for who in ("kernels", "torch"))
+    assert (ours.who, theirs.who) == (KernelSums, TorchSums)
     for new in PASSES:
         if sections.get("prefill_reads"):
             new = [(count, True) for count, _ in new]
@@ -162,18 +160,18 @@ def test_certify_says_what_the_reference_says(
 
 def test_what_certify_does_not_know_is_left_to_the_reference() -> None:
     for name, sections in (
-        ("int4_token_group", {"gate": {"kind": "certified"}}),
         ("int4_token_group", {"meter": {"sketch_bits": 4}}),
         ("int4_token_group", {"meter": {"form": "extremal"}}),
         ("int8_dither_w", {}),
     ):
-        assert type(Served(simulated_cache, name, torch.float32, **sections).runtime.cache) is SimulatedCache
+        assert Served("kernels", name, torch.float32, **sections).who is TorchSums
+    assert Served("kernels", "int4_token_group", torch.float32, gate={"kind": "certified"}).who is Gating
 
 
 def test_slots_never_written_are_unknown() -> None:
-    ours = Served(simulated_cache, "int4_token_group", torch.float32)
+    ours = Served("kernels", "int4_token_group", torch.float32)
     ours.step(PASSES[0])
-    ours.runtime.cache.overwritten(ours.requests.slots[1, 4:5])
+    ours.runtime.overwritten(ours.requests.slots[1, 4:5])
     step, _ = ours.step([(1, True), (1, True)])
     assert (step.layers[LAYER].meter[0] < 1).all()
     assert (step.layers[LAYER].meter[1] == 1).all()

@@ -7,11 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from witcert_core.serving.device.packed import KernelPacked
-from witcert_core.serving.device.simulated import KernelSimulated
-from witcert_core.serving.storage.packed import PackedStorage
-from witcert_core.serving.storage.simulated import SimulatedCache
-
 from . import test_serving as packed
 from . import test_simulated as simulated
 
@@ -47,7 +42,7 @@ def assert_alike(kernels: Any, reference: Any | None, atol: float, **options: An
     ids=str,
 )
 def test_of_a_simulated_cache(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    kinds = KernelSimulated, SimulatedCache
+    kinds = "kernels", "torch"
     kernels, reference = (simulated.Served(kind, name, dtype, meter=METER) for kind in kinds)
     assert_alike(kernels, reference, 1e-9, **options)
 
@@ -55,5 +50,5 @@ def test_of_a_simulated_cache(name: str, dtype: torch.dtype, options: dict[str, 
 @pytest.mark.parametrize("options", [{"window_left": 6}, {}], ids=str)
 def test_of_a_packed_cache(options: dict[str, Any]) -> None:
     """The kernels' own products err by more than those of the reference, which is in their bounds: thousandths here."""
-    kernels, reference = (packed.Served(kind, "int8_dither", **METER) for kind in (KernelPacked, PackedStorage))
+    kernels, reference = (packed.Served(kind, "int8_dither", **METER) for kind in ("kernels", "torch"))
     assert_alike(kernels, None if options else reference, 0.005, **options)  # the reference has no window

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from witcert_vllm.pool import PagePool, PerTokenHeadPool, cpu_views, plain_views
 
-from witcert_core.serving.device.simulated import KernelSimulated, simulated_cache
-from witcert_core.serving.storage.simulated import SimulatedCache
+from witcert_core.serving.device.certify import KernelSums
+from witcert_core.serving.storage.acts import TorchSums
 
 from .test_simulated import HKV, LAYER, SLOTS, D, PlainPool, Served
 from .two_requests import Pass
@@ -43,9 +43,9 @@ def in_whole_blocks(served: Served) -> None:
 def test_certify_over_blocks_says_what_it_says_over_slots(order: str, name: str) -> None:
     dtype = torch.float16
     pools: list[PlainPool | PagePool] = [vllm_pool(order, dtype), PlainPool(dtype)]
-    blocks, slots = (Served(simulated_cache, name, dtype, pool) for pool in pools)
+    blocks, slots = (Served("kernels", name, dtype, pool) for pool in pools)
     for served in (blocks, slots):
-        assert type(served.runtime.cache) is KernelSimulated
+        assert served.who is KernelSums
         in_whole_blocks(served)
     for new in PASSES:
         (mine, out), (other, expected) = blocks.step(new), slots.step(new)
@@ -62,6 +62,6 @@ def test_what_kernels_cannot_read_is_left_to_the_reference() -> None:
     """The CPU's pages, keys transposed; codes with a scale a token and head."""
     memory = torch.zeros(SLOTS // BLOCK, HKV, BLOCK, 2 * D)
     pool = PagePool({LAYER: cpu_views(memory, D, "vec")}, BLOCK)
-    assert type(Served(simulated_cache, "int4_token_group", torch.float32, pool).runtime.cache) is SimulatedCache
+    assert Served("kernels", "int4_token_group", torch.float32, pool).who is TorchSums
     views: dict[int, tuple[Tensor, Tensor]] = {LAYER: plain_views(memory.view(torch.int8), D + 4)}
     assert PerTokenHeadPool(views, BLOCK, torch.int8).pages(LAYER) is None  # type: ignore[func-returns-value]

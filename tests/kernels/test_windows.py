@@ -24,7 +24,8 @@ from witcert_sglang import windows
 from witcert_sglang.selfcheck import check_attention
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.serving.device.simulated import KernelSimulated
+from witcert_core.serving.device.certify import KernelSums
+from witcert_core.serving.storage.acts import Observing
 
 LEFT = 7  # what SGLang makes of a window of eight tokens
 
@@ -33,7 +34,7 @@ LEFT = 7  # what SGLang makes of a window of eight tokens
 def meter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which implementation of the meter looks on; the engine's own attention is Triton's either way."""
     if request.param == "reference":
-        monkeypatch.setattr("witcert_core.serving.device.simulated.kernels_serve", lambda _device: False)
+        monkeypatch.setattr("witcert_core.serving.build.kernels_serve", lambda _device: False)
     return str(request.param)
 
 
@@ -52,7 +53,9 @@ def read_by(engine: Engine, layer: int, request: int, count: int, own: int) -> t
 @pytest.mark.parametrize(("dtype", "cap"), [(torch.float32, 0.0), (torch.float16, 3.0)])
 def test_bounds_are_over_the_tokens_that_triton_attends_to(meter: str, dtype: torch.dtype, cap: float) -> None:
     engine = served(dtype=dtype, cap=cap)
-    assert isinstance(engine.runtime.cache, KernelSimulated) == (meter == "kernels")
+    acts = engine.runtime.cache.acts
+    assert isinstance(acts, Observing)
+    assert isinstance(acts.summer, KernelSums) == (meter == "kernels")
     engine.step([5, 31], ForwardMode.EXTEND)
     for new, mode in [([1, 1], ForwardMode.DECODE), ([6, 3], ForwardMode.EXTEND), ([1, 4], ForwardMode.MIXED)]:
         decoding = mode.is_decode()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -9,6 +13,14 @@ from witcert_core.serving.passes import RequestPass
 from witcert_core.serving.runtime import Runtime
 
 Pass = list[tuple[int, bool]]  # new tokens of each request, and whether they read what is stored
+
+
+@contextmanager
+def built_for(who: str) -> Iterator[None]:
+    """A cache made in this block sums in `who`, "kernels" or "torch", wherever it lies."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("witcert_core.serving.build.kernels_serve", lambda _device: who == "kernels")
+        yield
 
 
 class TwoRequests:
@@ -25,10 +37,12 @@ class TwoRequests:
         spans = [range(a, a + n) for a, n in zip(self.lens, counts, strict=True)]
         self.lens = [a + n for a, n in zip(self.lens, counts, strict=True)]
         out_slots = torch.cat([self.slots[i, list(s)] for i, s in enumerate(spans)]).to(self.device)
-        requests = [RequestPass("ab"[i], self.slots[i, : self.lens[i]].to(self.device), counts[i]) for i in range(2)]
+        requests = [
+            RequestPass("ab"[i], self.slots[i, : self.lens[i]].to(self.device), n, attends_quantized=stored)
+            for i, (n, stored) in enumerate(new)
+        ]
         runtime.begin(requests, out_slots)
         return spans, {
             "slots": out_slots,
             "positions": torch.cat([torch.arange(s.start, s.stop) for s in spans]).to(self.device),
-            "attends_quantized": torch.cat([torch.full((n,), stored) for n, stored in new]).to(self.device),
         }

@@ -12,7 +12,6 @@ from pretend import DEVICE, Pretended, pretending
 from torch import Tensor
 
 from witcert_core.serving.steps import StepCells
-from witcert_core.serving.storage.engine import EngineCache
 
 POLICIES: dict[str, dict[str, Any]] = {
     "observed": {"name": "int4_token_group"},
@@ -25,7 +24,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "groups": {"name": "kivi", "params": {"residual": 32}},
     "calibrated": {"name": "kvquant", "params": {"calibration_tokens": 16, "bits": 3}, "gate": {"kind": "certified"}},
     # Not audited: the outputs of this engine are zeros, which is no attention over what is stored.
-    "engine": {"name": "engine", "kind": EngineCache, "meter": {"stride": 1, "max_rows": 2}},
+    "engine": {"name": "engine", "meter": {"stride": 1, "max_rows": 2}},
     "sampled": {"name": "int4_token_group", "meter": {"stride": 1, "max_rows": 2, "audit_share": 1.0}},
     "sketched sample": {"name": "int4_token_group", "meter": {"stride": 1, "max_rows": 2, "sketch_share": 1.0}},
     "sketched groups": {
@@ -47,10 +46,10 @@ def serve(device: str, **options: Any) -> tuple[MiniEngine, list[StepCells], lis
         step.count(engine.runtime.ledger, {0, 1})
         steps.append(step)
         outputs += [out.cpu() for out in engine.outputs]
-    cache, (first, second) = engine.runtime.cache, requests
+    first, second = requests
     if options["name"] != "kivi":  # whose groups move whole or not at all
-        cache.overwritten(first.slots[:3].to(device))
-        cache.moved(first.slots[3:5].to(device), second.slots[3:5].to(device))
+        engine.runtime.overwritten(first.slots[:3].to(device))
+        engine.runtime.moved(first.slots[3:5].to(device), second.slots[3:5].to(device))
     steps.append(engine.step({first: 1, second: 1}))
     return engine, steps, outputs
 

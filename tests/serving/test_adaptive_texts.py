@@ -26,7 +26,7 @@ from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RequestPass, RowPlanner
 from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.steps import StepCells
-from witcert_core.serving.storage.simulated import SimulatedCache
+from witcert_core.serving.storage.simulated import SimulatedStorage
 
 D, SLOTS, SCALE = 64, 64, 64**-0.5
 FIRST, ANSWER, MORE = torch.arange(1, 9), torch.arange(10, 14), torch.arange(20, 25)
@@ -49,10 +49,7 @@ class Served:
         )
         geometry = Geometry("test", 1, (0,), 1, 1, (0,), D, D, SLOTS, torch.float32, RotarySpec(D), "cpu")
 
-        def make_cache(encoder: Any) -> SimulatedCache:
-            return SimulatedCache(policy, geometry, self, encoder)
-
-        self.runtime = Runtime("test", policy, policy.resolved_quantizer, geometry, make_cache, None)
+        self.runtime = Runtime("test", policy, geometry, self, None)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         return self.k[slots], self.v[slots]
@@ -71,7 +68,7 @@ class Served:
         q = torch.randn(new, 1, D) if q is None else q.float().view(new, 1, D)
         k = torch.randn(new, 1, D) if k is None else k.float().view(new, 1, D)
         self.exact[own] = k
-        self.runtime.begin([RequestPass(rid, slots, new, prefilling)], own)
+        self.runtime.begin([RequestPass(rid, slots, new, prefilling, True)], own)
 
         def run(own_k: Tensor | None, own_v: Tensor | None) -> Tensor:
             assert own_k is not None
@@ -84,9 +81,7 @@ class Served:
             return torch.cat(outs)
 
         places = torch.arange(slots.numel() - new, slots.numel())
-        self.runtime.attend(
-            AttentionCall(0, q, k, torch.randn(new, 1, D), own, places, AttentionSpec(SCALE), run, True)
-        )
+        self.runtime.attend(AttentionCall(0, q, k, torch.randn(new, 1, D), own, places, AttentionSpec(SCALE), run))
         step = self.runtime.end()
         assert step is not None
         step.count(self.runtime.ledger, {0})
@@ -154,9 +149,9 @@ def test_no_query_aligned_with_the_dither_it_has_seen_passes_what_is_claimed() -
             tv = 0.5 * float((stored.softmax(0) - exact.softmax(0)).abs().sum())
             assert tv <= step.layers[0].meter[0, 0]
             law = Budget(0.01, 1, 1).delta_loc(1)
-            cache = served.runtime.cache
-            assert isinstance(cache, SimulatedCache)
-            side = cache.store[0]
+            storage = served.runtime.cache.storage
+            assert isinstance(storage, SimulatedStorage)
+            side = storage.store[0]
             radius = side.key_radius(q[None], slots, SCALE, law)[0, :2]
             passed += bool(((stored - exact)[:2].abs() > radius).any())
     assert passed > 0  # under the probabilistic tier's radii the claim would have been broken

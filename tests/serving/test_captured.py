@@ -12,7 +12,7 @@ from witcert_core.errors import InputError
 from witcert_core.meter.sums import accumulate
 from witcert_core.policy.model import parse_policy
 from witcert_core.report.ledger import RequestLedger
-from witcert_core.serving.device.captured import CapturedCells
+from witcert_core.serving.device.captured import REASON, CapturedCells, LayerFacts
 from witcert_core.serving.passes import MeteredRow
 from witcert_core.serving.steps import StepCells
 
@@ -56,7 +56,15 @@ class Decode:
         return torch.stack(acc).float(), out.float()
 
     def launch(self, layer: int) -> Callable[[], None]:
-        return lambda: self.captured.record(layer, *self.cells())
+        """What a metered launch does to the buffers."""
+
+        def run() -> None:
+            acc, out = self.cells()
+            self.captured.acc[self.captured.index(layer), : self.rows].copy_(acc)
+            self.captured.counters[layer : layer + 1].add_(self.rows * HEADS)
+            self.captured.keep(layer, out, LayerFacts())
+
+        return run
 
     def replayed(self, graph: FakeGraph) -> StepCells:
         """A step of this many rows through the graph."""
@@ -64,8 +72,15 @@ class Decode:
         step = StepCells([f"r{i}" for i in range(self.rows)], rows)
         self.captured.begin()
         graph.replay()
-        self.captured.end(step, [0.0] * self.rows, "auto")
+        end(self.captured, step)
         return step
+
+
+def end(captured: CapturedCells, step: StepCells) -> None:
+    """The replay is over."""
+    step.summed |= captured.read(step.rows, [0.0] * len(step.rows), "auto", batch=len(step.rows))
+    step.lost |= dict.fromkeys(set(LAYERS) - set(step.summed), REASON)
+    step.settle()
 
 
 @pytest.fixture
@@ -155,14 +170,14 @@ def test_buffers_never_written_bound_nothing(captured: CapturedCells) -> None:
     captured.begin()
     captured.counters += 2 * HEADS  # someone counts without measuring
     cells = StepCells(["a", "b"], [MeteredRow(i, i, 3, 1, False) for i in range(step.rows)])
-    captured.end(cells, [0.0, 0.0], "auto")
+    end(captured, cells)
     assert all((batch.meter == 1).all() and batch.out_bound.isinf().all() for batch in cells.layers.values())
 
 
 def test_misuse_is_refused(captured: CapturedCells) -> None:
     step = StepCells(["a"], [MeteredRow(0, i, 3, 1, False) for i in range(6)])
     with pytest.raises(InputError, match="begin"):
-        captured.end(step, [0.0] * 6, "auto")
+        end(captured, step)
     captured.begin()
     with pytest.raises(InputError, match="buffers of 5"):
-        captured.end(step, [0.0] * 6, "auto")
+        end(captured, step)

@@ -24,8 +24,6 @@ from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RequestPass
 from witcert_core.serving.runtime import Runtime
-from witcert_core.serving.storage.packed import PackedStorage
-from witcert_core.serving.storage.simulated import SimulatedCache
 
 D, SLOTS, LAYERS, SCALE = 32, 80, 2, 0.15
 TOKEN_BYTES = 2 * D * 4
@@ -89,12 +87,7 @@ def play(salt: int, gate: dict[str, Any], storage: str) -> tuple[list[Tensor], l
     geometry = Geometry("test", 1, every, 1, 1, (0,), D, D, SLOTS, torch.float32, RotarySpec(D), "cpu")
     pool, layers = Pool(), {layer: packed_layer() for layer in every}
 
-    def make_cache(encoder: Any) -> Any:
-        if storage == "packed":
-            return PackedStorage(policy, geometry, layers, encoder)
-        return SimulatedCache(policy, geometry, pool, encoder)
-
-    runtime = Runtime("test", policy, policy.resolved_quantizer, geometry, make_cache, None)
+    runtime = Runtime("test", policy, geometry, layers if storage == "packed" else pool, None)
     weights = torch.randn(LAYERS, 3, D, D) / D**0.5
     texts = {rid: torch.randn(40, D) * 4 for rid in "ab"}
     texts["b"][:SHARED] = texts["a"][:SHARED]
@@ -107,7 +100,7 @@ def play(salt: int, gate: dict[str, Any], storage: str) -> tuple[list[Tensor], l
         for rid, count in new.items():
             spans.append((rid, range(lengths[rid], lengths[rid] + count)))
             lengths[rid] += count
-            requests.append(RequestPass(rid, slots[rid][: lengths[rid]], count))
+            requests.append(RequestPass(rid, slots[rid][: lengths[rid]], count, attends_quantized=True))
         hidden = torch.cat([texts[rid][span.start : span.stop] for rid, span in spans])
         out_slots = torch.cat([slots[rid][span.start : span.stop] for rid, span in spans])
         seen = [slots[rid][: place + 1] for rid, span in spans for place in span]
@@ -119,7 +112,7 @@ def play(salt: int, gate: dict[str, Any], storage: str) -> tuple[list[Tensor], l
             run = functools.partial(attend, pool, layer, out_slots, seen, q)
             places = torch.cat([torch.arange(span.start, span.stop) for _, span in spans])
             call = AttentionCall(
-                layer, q[:, None], k[:, None], v[:, None], out_slots, places, AttentionSpec(SCALE), run, True
+                layer, q[:, None], k[:, None], v[:, None], out_slots, places, AttentionSpec(SCALE), run
             )
             out = runtime.attend(call).view(-1, D)
             hidden = torch.nn.functional.rms_norm(hidden + out * 3, (D,)) * 4

@@ -32,7 +32,7 @@ def call(tokens: int, pair: int, first_slot: int = 0) -> AttentionCall:
     k = torch.ones(tokens, HKV, D, dtype=torch.bfloat16)
     k[..., PAIR[pair]] = 5.0 + pair
     slots = torch.arange(first_slot, first_slot + tokens)
-    return AttentionCall(0, k, k, k.clone(), slots, slots, AttentionSpec(1.0), lambda *_: k, False)
+    return AttentionCall(0, k, k, k.clone(), slots, slots, AttentionSpec(1.0), lambda *_: k)
 
 
 def chosen(of: PackedKV) -> list[int]:

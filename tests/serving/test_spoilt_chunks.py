@@ -55,7 +55,8 @@ def test_packed_attention(spoilt: str) -> None:
         bands=band_map(RotarySpec(D)),
         storage_dtype=torch.float32,
     )
-    out = attend(q, Gathered(k, v, PlacedRadii(side[LAYER], torch.arange(S)), [0, S]), [R], SCALE)
+    out = torch.empty_like(q)
+    attend(q, Gathered(k, v, PlacedRadii(side[LAYER], torch.arange(S)), [0, S]), [R], SCALE, [0], out)
     for row in range(R):
         end = S - R + row + 1
         alone = attention(q[row], k[:end], v[:end])

@@ -23,8 +23,9 @@ from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.engine import EngineStorage
 from witcert_core.serving.storage.packed import PackedStorage
-from witcert_core.serving.storage.simulated import SimulatedCache
+from witcert_core.serving.storage.simulated import SimulatedStorage
 
 HQ, HKV, D, LAYERS, SLOTS = 4, 2, 64, 2, 200
 SCALE = D**-0.5
@@ -79,7 +80,7 @@ class Engine:
             rotary=RotarySpec(D),
             device="cpu",
         )
-        self.runtime = SglangRuntime(policy, policy.resolved_quantizer, geometry, self.pool, None)
+        self.runtime = SglangRuntime(policy, geometry, self.pool, None)
         self.runner.sliding_window_size = window if window >= 0 else None
         self.backend = stock(self.runner)
         self.backend.__class__ = metered(type(self.backend))  # type: ignore[arg-type]
@@ -155,16 +156,18 @@ class Engine:
             done += n
 
     @property
-    def simulated(self) -> SimulatedCache:
-        """The cache of a storage that is the engine's own pool."""
-        assert isinstance(self.runtime.cache, SimulatedCache)
-        return self.runtime.cache
+    def simulated(self) -> SimulatedStorage | EngineStorage:
+        """What is stored in the engine's own pool."""
+        storage = self.runtime.cache.storage
+        assert isinstance(storage, SimulatedStorage | EngineStorage)
+        return storage
 
     @property
     def packed(self) -> PackedStorage:
-        """The cache of a packed storage."""
-        assert isinstance(self.runtime.cache, PackedStorage)
-        return self.runtime.cache
+        """What is stored in a packed pool."""
+        storage = self.runtime.cache.storage
+        assert isinstance(storage, PackedStorage)
+        return storage
 
     def stored(self, layer: int, request: int, count: int) -> tuple[Tensor, Tensor]:
         """What the pool holds for the first `count` tokens of a request."""

@@ -228,7 +228,7 @@ def test_rows_the_engine_moves_keep_what_is_known() -> None:
     new = engine.requests.req_to_token[engine.rows[0], 40:45].long()
     engine.pool.use_native_move_kv_cache = True
     engine.pool.move_kv_cache(new, old)
-    engine.runtime.cache.moved(new, old)
+    engine.runtime.moved(new, old)
     engine.requests.req_to_token[engine.rows[1], 2:7] = new.int()
     step, queries, _ = engine.step([1, 1], ForwardMode.DECODE)
     for layer in range(LAYERS):
@@ -236,14 +236,14 @@ def test_rows_the_engine_moves_keep_what_is_known() -> None:
         _, exact = attention(queries[layer][1], engine.exact[layer]["k"][1, :15], engine.exact[layer]["v"][1, :15])
         assert ((exact - compressed).abs().sum(-1) / 2 <= step.layers[layer].meter[1]).all()
         assert (step.layers[layer].meter[1] < 1).all()
-    assert engine.simulated.copies is not None
-    assert not engine.simulated.copies.has(new).any()
+    (copies,) = engine.simulated.accounts.copies
+    assert not copies.has(new).any()
 
 
 def test_rows_restored_from_elsewhere_are_unknown() -> None:
     engine = Engine("int8_token_group")
     engine.step([9, 14], ForwardMode.EXTEND)
-    engine.runtime.cache.overwritten(engine.requests.req_to_token[engine.rows[0], :3].long())
+    engine.runtime.overwritten(engine.requests.req_to_token[engine.rows[0], :3].long())
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
     assert (step.layers[0].meter[0] == 1).all()
     assert (step.layers[0].meter[1] < 1).all()

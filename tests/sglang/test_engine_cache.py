@@ -23,7 +23,6 @@ from witcert_sglang.refusals.worker import FLASHINFER_ROWS, POOL_ROWS, FlashInfe
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy.model import parse_policy
 from witcert_core.serving.refusals import refuse
-from witcert_core.serving.storage.simulated import SimulatedCache
 
 pytestmark = pytest.mark.sglang
 POOLS: dict[str, Any] = {
@@ -134,17 +133,10 @@ def test_a_chunk_that_reads_its_own_exact_keys() -> None:
 def test_rows_the_engine_copies_are_unknown() -> None:
     engine = Engine("engine", own_pool=torch.float8_e4m3fn, prefill_reads="stored")
     engine.step([9, 14], ForwardMode.EXTEND)
-    engine.runtime.cache.moved(engine.requests.req_to_token[engine.rows[0], :3].long(), torch.tensor([1, 2, 3]))
+    engine.runtime.moved(engine.requests.req_to_token[engine.rows[0], :3].long(), torch.tensor([1, 2, 3]))
     step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
     assert (step.layers[0].meter[0] == 1).all()
     assert (step.layers[0].meter[1] < 1).any()
-
-
-def test_a_cache_that_does_not_read_back_refuses() -> None:
-    engine = Engine("none")
-    policy = parse_policy({"version": 1, "quantizer": {"name": "engine"}})
-    with pytest.raises(UnsupportedError, match="name a quantizer"):
-        SimulatedCache(policy, engine.runtime.geometry, engine.simulated.pool, engine.runtime.encoder)
 
 
 def test_refused_by_name() -> None:

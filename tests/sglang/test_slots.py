@@ -26,8 +26,9 @@ def poison(engine: Engine) -> None:
         for layer in range(LAYERS):
             for tensor in engine.simulated.store[layer].tensors():
                 tensor[rest] = float("nan") if tensor.dtype.is_floating_point else 255
-    for exact in engine.runtime.cache.exact_k.values() if hasattr(engine.runtime.cache, "exact_k") else ():
-        exact[rest] = float("nan")
+    else:
+        for exact in engine.packed.exact_k.values():
+            exact[rest] = float("nan")
 
 
 def run(name: str, storage: str, gate: bool, poisoned: bool) -> tuple[StepCells, list[torch.Tensor]]:

@@ -20,6 +20,19 @@ def runner_name(worker: Any) -> str:
     return f"{type(worker.model_runner).__module__} {worker.model_config.enforce_eager}"
 
 
+def summer_of(_worker: Any) -> str:
+    """Who sums over the rows of the cache that serves in a worker."""
+    from witcert_vllm import process
+
+    from witcert_core.serving.storage.acts import Observing
+    from witcert_core.serving.storage.packed import PackedStorage
+
+    cache = process.runtime().cache
+    if isinstance(cache.storage, PackedStorage) and cache.storage.kernels is not None:
+        return type(cache.storage.kernels).__name__
+    return type(cache.acts.summer if isinstance(cache.acts, Observing) else cache.acts).__name__
+
+
 def main(case_path: str, out_path: str) -> None:
     case = json.loads(Path(case_path).read_text())
     if case["v2"]:
@@ -43,8 +56,10 @@ def main(case_path: str, out_path: str) -> None:
             (summary,) = output.kv_transfer_params["witcert"]
             answers.append({"tokens": list(output.outputs[0].token_ids), "summary": summary})
     (runner, *_) = llm.collective_rpc(runner_name)
+    (summer, *_) = llm.collective_rpc(summer_of)
     status = llm.collective_rpc("witcert_status")[0]
-    Path(out_path).write_text(json.dumps({"answers": answers, "runner": runner, "status": status, "apart": apart}))
+    found = {"answers": answers, "runner": runner, "status": status, "apart": apart, "summer": summer}
+    Path(out_path).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

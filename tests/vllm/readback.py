@@ -27,11 +27,11 @@ def compared_outputs() -> Iterator[list[float]]:
 
     def attend(runtime: VllmRuntime, call: AttentionCall) -> Tensor:
         out = original(runtime, call)
-        assert runtime.plan is not None
+        assert runtime.now is not None
         token = -1
-        for slots, new in zip(runtime.plan.requests, runtime.plan.new_tokens, strict=True):
+        for slots, new in zip(runtime.now.plan.requests, runtime.now.plan.new_tokens, strict=True):
             token += new
-            k, v = runtime.cache.pool.read(call.layer, slots)  # type: ignore[attr-defined]
+            k, v = runtime.cache.storage.stored(call.layer, slots)
             expected = attention(call.q[token], k, v, call.spec.sm_scale)
             found.append(float((out.view(call.q.shape)[token].double() - expected).abs().max()))
         return out

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import prompts
 from engine import Answer, Cells, Engine, running_engine
 from witcert_vllm.runtime import VllmRuntime
@@ -49,15 +48,13 @@ def test_its_own_key_is_read_as_a_chunk_reads_it() -> None:
     """Requests: a chunk of three, a prompt's last token, a generated token."""
     new, prefilling = [3, 1, 1], [True, True, False]
 
-    def attends_quantized(prefill_reads: str, prefilling: Sequence[bool | None]) -> list[bool] | bool:
+    def attends_quantized(prefill_reads: str, prefilling: Sequence[bool | None]) -> list[bool]:
         runtime = VllmRuntime.__new__(VllmRuntime)
         runtime.policy = SimpleNamespace(prefill_reads=prefill_reads)  # type: ignore[assignment]
-        runtime.out_slots = torch.arange(5)
-        found = runtime._reads_stored(prefilling, new)
-        return found if isinstance(found, bool) else found.tolist()
+        return runtime._reads_stored(prefilling, new)
 
-    assert attends_quantized("chunk_exact", prefilling) == [False] * 4 + [True]
-    assert attends_quantized("chunk_exact", [True] * 3) is False
-    assert attends_quantized("stored", prefilling) is True
+    assert attends_quantized("chunk_exact", prefilling) == [False, False, True]
+    assert attends_quantized("chunk_exact", [True] * 3) == [False] * 3
+    assert attends_quantized("stored", prefilling) == [True] * 3
     with pytest.raises(UnsupportedError, match="prefilling"):
         attends_quantized("chunk_exact", [None] * 3)

@@ -82,7 +82,8 @@ class LayerWitness:
     def exact_heads(self, slots: Tensor) -> Tensor:
         """bool [S, Hkv]: heads whose key and value have radius 0 in `slots` [S], so that nothing differs there."""
         exact = self.value_witness[slots] == 0
-        if bool(exact.any()):  # of a cache whose every token is quantized this is all there is to ask
+        # Of a cache whose every token is quantized this is all there is to ask; a device is not waited for.
+        if exact.device.type != "cpu" or bool(exact.any()):
             for tensor in self._zero_when_exact():
                 exact &= (tensor[slots] == 0).flatten(2).all(2) if tensor.dim() > 2 else tensor[slots] == 0
         return exact
@@ -268,7 +269,8 @@ def _value_codes(write: Write) -> Tensor:
     checked = replace(write.encoded_v, scales=checked_scales(write.encoded_v, write.exact_v))
     codes = encode_norm_up(dithered_value_radius(checked, write.stored_v))
     unknown = codes == UNKNOWN_CODE
-    if bool(unknown.any()):  # no scale says it, or none of float16's can
+    # No scale says it, or none of float16's can. A device is not waited for.
+    if unknown.device.type != "cpu" or bool(unknown.any()):
         codes = torch.where(unknown, value_codes(write.exact_v, write.stored_v), codes)
     return codes
 

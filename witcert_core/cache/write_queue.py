@@ -84,7 +84,7 @@ class WriteQueue:
 
 def joined(writes: list[Write]) -> list[Write]:
     """The same in as few writes as leave the last one into a slot the last."""
-    if len(writes) < 2:
+    if len(writes) < 2 or writes[0].slots.device.type != "cpu":  # whether slots repeat, a device would be asked
         return writes
     slots = torch.cat([write.slots for write in writes])
     kind = writes[0].kind

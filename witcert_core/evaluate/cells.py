@@ -29,7 +29,7 @@ from witcert_core.policy.model import GateSettings
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RowPlan
-from witcert_core.serving.storage.simulated import SimulatedCache
+from witcert_core.serving.storage.simulated import SimulatedStorage
 
 METER = "meter"
 JOINT = "joint"
@@ -83,7 +83,7 @@ class FormProbe:
     sample: int = 0
     _parts: list[dict[str, Tensor]] = field(default_factory=list)
 
-    def __call__(self, call: AttentionCall, plan: RowPlan, cache: SimulatedCache) -> None:
+    def __call__(self, call: AttentionCall, plan: RowPlan, cache: SimulatedStorage) -> None:
         spec, exact = call.spec, cache.store.exact_k.get(call.layer)
         if exact is None:
             raise InputError("the true TV needs exact keys; set meter.audit_every to at least 1")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +21,6 @@ class AttentionCall:
     int64, where they go; positions [N]. spec: how the layer attends.
     run(k, v): the engine's own attention with these in place of the new tokens' keys and values, which it writes into
     its pool; run(None, None) with what the model handed over. Its result is the layer's output, whatever its shape.
-    attends_quantized: whether the new tokens read their quantized selves (decode, and chunks under
-    `prefill_reads: stored`): one answer for all, or [N] bool where decode rows and chunks share a pass.
     """
 
     layer: int
@@ -32,34 +31,10 @@ class AttentionCall:
     positions: Tensor
     spec: AttentionSpec
     run: Callable[[Tensor | None, Tensor | None], Tensor]
-    attends_quantized: bool | Tensor
 
-    @property
-    def early(self) -> Tensor:
-        """[N] bool: tokens whose quantized selves are read in this pass already."""
-        if isinstance(self.attends_quantized, Tensor):
-            return self.attends_quantized
-        return torch.full((self.slots.numel(),), self.attends_quantized, device=self.slots.device)
-
-    @property
-    def alike(self) -> bool | None:
-        """What `early` says where it says the same of all tokens, else None."""
-        if not isinstance(self.attends_quantized, Tensor):
-            return self.attends_quantized
-        first = bool(self.attends_quantized[0])
-        return first if bool((self.attends_quantized == first).all()) else None
-
-    @property
-    def read_exactly(self) -> AttentionCall | None:
-        """The tokens whose exact selves are read in this pass; None if there are none."""
-        late = ~self.early
-        return self.part(late) if bool(late.any()) else None
-
-    def part(self, chosen: Tensor) -> AttentionCall:
-        """The call of the `chosen` [N] bool tokens alone, for writing and accounting; it must not be run."""
-        if bool(chosen.all()):
-            return self
-        rows = {name: getattr(self, name)[chosen] for name in ("q", "exact_k", "exact_v", "slots", "positions")}
+    def part(self, places: Tensor) -> AttentionCall:
+        """The call of the tokens at `places` int64 [M] alone, for writing and accounting; it must not be run."""
+        rows = {name: getattr(self, name)[places] for name in ("q", "exact_k", "exact_v", "slots", "positions")}
         return replace(self, **rows)
 
 
@@ -70,11 +45,40 @@ class Quantized:
     values: Tensor
     codes: Encoded | None
 
-    def part(self, chosen: Tensor) -> Quantized:
-        """That of the `chosen` [N] bool tokens."""
-        if bool(chosen.all()):
-            return self
+    def part(self, places: Tensor) -> Quantized:
+        """That of the tokens at `places` int64 [M]."""
         codes = self.codes
         if codes is not None:
-            codes = Encoded(codes.codes[chosen], codes.scales[chosen], codes.values[chosen])
-        return Quantized(self.values[chosen], codes)
+            codes = Encoded(codes.codes[places], codes.scales[places], codes.values[places])
+        return Quantized(self.values[places], codes)
+
+
+T = TypeVar("T", AttentionCall, Quantized)
+
+
+class AttendsQuantized:
+    """Which of the N new tokens of a pass attend their quantized selves in it, the others their exact ones.
+
+    Decode rows do, and chunks under `prefill_reads: stored`: one answer for all tokens of a request, known on the host
+    when the pass begins. What layers index with is copied to the device once.
+    """
+
+    def __init__(self, of_requests: Sequence[bool], new_tokens: Sequence[int], device: torch.device) -> None:
+        self.of_requests = list(of_requests)
+        of_tokens = [reads for reads, count in zip(of_requests, new_tokens, strict=True) for _ in range(count)]
+        self.any, self.all = any(of_tokens), all(of_tokens)
+        self.mask = torch.tensor(of_tokens, dtype=torch.bool).to(device)
+        """Bool [N]."""
+        self._places = [
+            torch.tensor([i for i, reads in enumerate(of_tokens) if reads is wanted], dtype=torch.int64).to(device)
+            for wanted in (True, False)
+        ]
+
+    def split(self, whole: T) -> tuple[T | None, T | None]:
+        """The part of the tokens that attend their quantized selves and of the others, None where there are none."""
+        if self.all:
+            return whole, None
+        if not self.any:
+            return None, whole
+        quantized, exact = self._places
+        return whole.part(quantized), whole.part(exact)

@@ -80,13 +80,15 @@ class RequestPass:
     """One request in a pass: slots [S] int64 of all its tokens in order of position, its `new_tokens` last ones new.
 
     prefilling: whether the new tokens are of its prompt. Where an engine does not say, a single token after others is
-    taken for a generated one.
+    taken for a generated one. attends_quantized: whether the new tokens read their quantized selves; by default
+    generated ones do, and chunks under `prefill_reads: stored`.
     """
 
     request_id: str
     slots: Tensor
     new_tokens: int
     prefilling: bool | None = None
+    attends_quantized: bool | None = None
 
 
 @dataclass
@@ -127,7 +129,8 @@ class RowCounts:
 class MeteredRow:
     """One metered row: its request's index in the batch, its place in the flat query tensor and its position.
 
-    ordinal: 1-based count of metered rows of the request, the `t` of the failure budget.
+    ordinal: 1-based count of metered rows of the request, the `t` of the failure budget. delta_loc: what each of its
+    cells may spend of it; 0 under the deterministic tier.
     """
 
     request: int
@@ -136,6 +139,7 @@ class MeteredRow:
     ordinal: int
     audited: bool
     sketched: bool = False
+    delta_loc: float = 0.0
 
 
 @dataclass
@@ -143,9 +147,10 @@ class RowPlan:
     """The metered rows of one pass.
 
     requests[i] [S_i]: all slots of request i, its new_tokens[i] new ones last, of which the last generated[i] were
-    sampled by this server. prefixes: request -> how many of its first tokens others may have generated, for
-    `GeneratedSlots`. without_law: request -> why it may spend no failure probability. sample: compares the audited rows
-    of sampled requests with the truth. sketches: bounds the sketched ones.
+    sampled by this server; attends_quantized[i]: whether these read their quantized selves. prefixes: request -> how
+    many of its first tokens others may have generated, for `GeneratedSlots`. without_law: request -> why it may spend
+    no failure probability. sample: compares the audited rows of sampled requests with the truth. sketches: bounds the
+    sketched ones.
     """
 
     rows: list[MeteredRow]
@@ -157,6 +162,7 @@ class RowPlan:
     generated: list[int] = field(default_factory=list)
     prefixes: dict[int, int] = field(default_factory=dict)
     without_law: dict[int, str] = field(default_factory=dict)
+    attends_quantized: list[bool] = field(default_factory=list)
 
     @property
     def tokens(self) -> Tensor:
@@ -241,6 +247,8 @@ class RowPlanner:
             prefix = request.slots.numel() - new
             counts = self.request(request.request_id)
             decoding = new == 1 and prefix > 0 and not request.prefilling
+            reads = request.attends_quantized
+            plan.attends_quantized.append(decoding or self.stored_prefill if reads is None else reads)
             if decoding and not counts.reached and not counts.without_law:
                 # No request begins with a generated token: an earlier pass of this one went by, or was forgotten.
                 counts.sampled_from, counts.without_law = 0, NOT_FROM_ITS_START

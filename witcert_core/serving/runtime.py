@@ -8,64 +8,41 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from witcert_core.cache.protocols import Pool
 from witcert_core.errors import UnsupportedError
 from witcert_core.meter.budget import Budget
 from witcert_core.policy.model import Policy
-from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.dither import DitherKey
 from witcert_core.report.claims import SAMPLED_PREFIX
 from witcert_core.report.ledger import RequestLedger, make_ledger
 from witcert_core.report.prometheus import Metrics
+from witcert_core.serving.build import Buffers, build_cache
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.encoder import Encoder, Tables
+from witcert_core.serving.forward import Pass
 from witcert_core.serving.generated import GeneratedSlots
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.passes import RequestPass, RowPlan, RowPlanner
+from witcert_core.serving.passes import MeteredRow, RequestPass, RowPlan, RowPlanner
 from witcert_core.serving.ranks import Ranks
 from witcert_core.serving.sampled import sampled_copies
 from witcert_core.serving.sketched import sampled_sketches
 from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.attended import nothing_rewritten
 
 LAST_ROW_ID = 2**32 - 1
-
-
-class Cache(Protocol):
-    """Where keys and values go: `SimulatedCache` or `PackedStorage`."""
-
-    rewritten: Callable[[int, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]], None] | None
-    """Told of every later rewrite of tokens: layer, slots [N], (K, V) exact and (K, V) as stored from now on."""
-
-    @property
-    def bytes_side(self) -> int: ...
-
-    @property
-    def bytes_audit(self) -> int: ...
-
-    def begin_pass(self, slots: Tensor, requests: Sequence[Tensor]) -> None: ...
-
-    def forget(self, request_id: str) -> None: ...
-
-    def moved(self, target: Tensor, source: Tensor) -> None: ...
-
-    def overwritten(self, slots: Tensor) -> None: ...
-
-    def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor: ...
-
-    def stored(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def status(self) -> dict[str, int]: ...
 
 
 class Runtime:
     """State of the metered process; built once the engine's pool exists.
 
-    engine: its name in reports. make_cache builds the cache around the quantizer and dither rows of this runtime.
+    engine: its name in reports. pool: the engine's, or the buffers of a packed one (`build_cache`).
     keeps_ledger: false where tokens are committed in another process, which then keeps it (`make_ledger`).
     tables: the rotary embeddings of the layers, for quantizers of keys before RoPE.
     """
@@ -74,9 +51,8 @@ class Runtime:
         self,
         engine: str,
         policy: Policy,
-        quantizer: Quantizer,
         geometry: Geometry,
-        make_cache: Callable[[Encoder], Cache],
+        pool: Pool | Buffers,
         metrics: Metrics | None,
         ranks: Ranks | None = None,
         tables: Tables | None = None,
@@ -84,7 +60,7 @@ class Runtime:
         keeps_ledger: bool = True,
     ) -> None:
         self.policy = policy
-        self.quantizer = quantizer
+        self.quantizer = quantizer = policy.resolved_quantizer
         self.geometry = geometry
         self.ranks = ranks or Ranks(0, 1, None, 0)
         meter = policy.meter
@@ -114,12 +90,10 @@ class Runtime:
         self.encoder = Encoder(quantizer, geometry, self.pass_ids, DitherKey(seed=0, nonce=nonce, dp_rank=0), tables)
         self.sampled = sampled_copies(policy, geometry, self.ranks)
         self.sketched = sampled_sketches(policy, quantizer, geometry, self.ranks)
-        self.cache = make_cache(self.encoder)
-        if self.sketched is not None:
-            self.cache.rewritten = self.sketched.rewritten
+        rewritten = nothing_rewritten if self.sketched is None else self.sketched.rewritten
+        self.cache = build_cache(policy, geometry, pool, self.encoder, rewritten)
         self.passes = 0
-        self.plan: RowPlan | None = None
-        self.step: StepCells | None = None
+        self.now: Pass | None = None
         self.attention_calls = 0
 
     # One forward pass -------------------------------------------------------------------------------------------
@@ -133,7 +107,6 @@ class Runtime:
         self.passes += 1
         self.pass_ids[out_slots] = self.passes
         self.attention_calls = 0
-        self.cache.begin_pass(out_slots, [r.slots for r in requests])
         plan = self.planner.plan(requests)
         if self.generated is not None:
             self.generated.written(out_slots, plan.new_tokens, plan.generated)
@@ -149,8 +122,8 @@ class Runtime:
         if self.sketched is not None:
             self.sketched.begin(requests, out_slots)
             plan, not_sketched = self.sketched.plan(plan, requests)
-        self.plan = plan
-        self.step = StepCells(
+        plan = replace(plan, rows=[replace(row, delta_loc=self._delta(plan, row)) for row in plan.rows])
+        step = StepCells(
             [r.request_id for r in requests],
             plan.rows,
             unmetered=plan.unmetered,
@@ -158,29 +131,32 @@ class Runtime:
             not_sketched=not_sketched,
             without_law=plan.without_law if self.uses_dither else {},
         )
+        now = Pass(plan, step, out_slots)
+        self.cache.begin_pass(now)
+        self.now = now
 
     @property
     def in_pass(self) -> bool:
         """Whether a pass with requests is running (an engine's warm-up passes carry none)."""
-        return self.plan is not None
+        return self.now is not None
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention of one layer on quantized keys and values, with the planned rows metered."""
-        if self.plan is None or self.step is None:
+        if self.now is None:
             raise UnsupportedError(f"layer {call.layer} attends outside a pass that was announced")
         self.attention_calls += 1
         if self.sampled is not None:
             self.sampled.put(call)
         if self.sketched is None:
-            return self.cache.attend(call, self.plan, self.step, self._deltas(self.plan))
+            return self.cache.attend(call, self.now)
         self.sketched.put(call)
-        out = self.cache.attend(call, self.plan, self.step, self._deltas(self.plan))
-        self.sketched.keep(call, self.cache.stored)
+        out = self.cache.attend(call, self.now)
+        self.sketched.keep(call, self.cache.storage.stored)
         return out
 
     def moved(self, target: Tensor, source: Tensor) -> None:
         """The engine copied what is in slots `source` [N] onto `target` [N]."""
-        self.cache.moved(target, source)
+        self.cache.storage.moved(target, source)
         if self.sampled is not None:
             self.sampled.drop(target)
         if self.sketched is not None:
@@ -190,7 +166,7 @@ class Runtime:
 
     def overwritten(self, slots: Tensor) -> None:
         """The engine wrote `slots` [N] from elsewhere."""
-        self.cache.overwritten(slots)
+        self.cache.storage.overwritten(slots)
         if self.sampled is not None:
             self.sampled.drop(slots)
         if self.sketched is not None:
@@ -203,25 +179,25 @@ class Runtime:
 
         Raises UnsupportedError when some layer's attention never came by: serving goes on unmetered otherwise.
         """
-        step, self.step, self.plan = self.step, None, None
+        now, self.now = self.now, None
         if self.attention_calls != len(self.geometry.layers):
             raise UnsupportedError(
                 f"{self.attention_calls} metered attention calls in a pass over {len(self.geometry.layers)} layers: "
                 "some attention bypasses the meter, so nothing is served"
             )
-        if step is None:
+        if now is None:
             return None
-        step.settle()
-        return self.ranks.collect(step)
+        now.step.settle()
+        return self.ranks.collect(now.step)
 
     def abandon(self) -> None:
         """The pass failed in the model: nothing of it is counted, and what it wrote belongs to nobody."""
-        self.step = self.plan = None
+        self.now = None
 
-    def _deltas(self, plan: RowPlan) -> list[float]:
+    def _delta(self, plan: RowPlan, row: MeteredRow) -> float:
         """Failure probability each cell of a metered row may spend; 0 under the deterministic tier."""
-        spends = [self.uses_dither and row.request not in plan.without_law for row in plan.rows]
-        return [self.budget.delta_loc(r.ordinal) if may else 0.0 for r, may in zip(plan.rows, spends, strict=True)]
+        spends = self.uses_dither and row.request not in plan.without_law
+        return self.budget.delta_loc(row.ordinal) if spends else 0.0
 
     @property
     def ledger(self) -> RequestLedger:
@@ -269,9 +245,9 @@ class Runtime:
             "bytes_sketches": 0 if self.sketched is None else self.sketched.nbytes,
             "sketch_tokens": 0 if self.sketched is None else self.sketched.index.num_rows,
             "prefill_reads": self.policy.prefill_reads,
-            "bytes_witness": self.cache.bytes_side + of_slots,
-            "bytes_audit_copies": self.cache.bytes_audit,
+            "bytes_witness": self.cache.storage.bytes_side + of_slots,
+            "bytes_audit_copies": self.cache.storage.bytes_audit,
             "gate": self.policy.gate.kind,
             "storage": self.policy.quantizer.storage,
-            **self.cache.status(),
+            **self.cache.storage.status(),
         }

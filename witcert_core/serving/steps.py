@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from witcert_core.meter.cells import CellBatch
-from witcert_core.meter.measure import Summed, bound_cells
+from witcert_core.meter.measure import bound_cells
 from witcert_core.meter.truth import SketchedBounds, Truth
 from witcert_core.report.ledger import RequestLedger
+from witcert_core.serving.device.sums import Sums, settled
 from witcert_core.serving.passes import MeteredRow
 
 
@@ -60,8 +61,8 @@ class StepCells:
     rows: list[MeteredRow]
     layers: dict[int, CellBatch] = field(default_factory=dict)
     deterministic_layers: dict[int, CellBatch] = field(default_factory=dict)
-    summed: dict[int, Summed] = field(default_factory=dict)
-    deterministic_summed: dict[int, Summed] = field(default_factory=dict)
+    summed: dict[int, Sums] = field(default_factory=dict)
+    deterministic_summed: dict[int, Sums] = field(default_factory=dict)
     unmetered: Counter[tuple[int, str]] = field(default_factory=Counter)
     verdicts: list[Verdict] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)
@@ -83,9 +84,10 @@ class StepCells:
             self.sketched[layer] = SketchedBounds.of_parts([*before, found])
 
     def settle(self) -> None:
-        """Take the bounds of all layers at once."""
+        """Take the bounds of all layers at once; the one place where sums of a device are waited for."""
         for summed, layers in ((self.summed, self.layers), (self.deterministic_summed, self.deterministic_layers)):
-            layers |= dict(zip(summed, bound_cells(list(summed.values())), strict=True))
+            found = bound_cells([settled(sums) for sums in summed.values()])
+            layers |= dict(zip(summed, found, strict=True))
             summed.clear()
 
     def count(self, ledger: RequestLedger, committed: Collection[int]) -> dict[int, str]:

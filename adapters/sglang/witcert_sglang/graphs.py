@@ -14,7 +14,8 @@ from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.serving.device.graphs import CapturedDecode
-from witcert_core.serving.passes import RequestPass, RowPlan
+from witcert_core.serving.forward import Pass
+from witcert_core.serving.passes import RequestPass
 
 
 class DecodeGraphs:
@@ -29,16 +30,15 @@ class DecodeGraphs:
         """A pass has begun that SGLang is going to replay."""
         self.expected, self.padding = True, None
 
-    def prepare(self, batch: Any, req_to_token: Tensor, plan: RowPlan | None, deltas: Sequence[float]) -> None:
+    def prepare(self, batch: Any, req_to_token: Tensor, now: Pass | None) -> None:
         """SGLang is about to replay; `batch` is its view of the padded batch."""
-        if not self.expected or plan is None:
+        if not self.expected or now is None:
             raise UnsupportedError(
                 "SGLang replays a graph that was not announced, so the pass cannot be metered; add --disable-cuda-graph"
             )
-        lengths = [slots.numel() for slots in plan.requests]
+        lengths = [slots.numel() for slots in now.plan.requests]
         table = token_slots(req_to_token, batch.req_pool_indices[: len(lengths)], lengths)
-        slots = batch.out_cache_loc[: len(lengths)]
-        self.captured.load(batch.batch_size, slots, table, lengths, plan, deltas)
+        self.captured.load(batch.batch_size, table, lengths, now)
         self.padding = batch.batch_size - len(lengths)
 
     def finish(self) -> int:

@@ -11,19 +11,17 @@ from torch import Tensor
 from witcert_core.errors import UnsupportedError
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.policy.model import Policy
-from witcert_core.quantizers.base import Quantizer
 from witcert_core.report.prometheus import Metrics
+from witcert_core.serving.build import Buffers
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.device.engine import engine_cache
 from witcert_core.serving.device.graphs import CapturedDecode
-from witcert_core.serving.device.packed import KernelPacked, packed_storage
-from witcert_core.serving.device.simulated import simulated_cache
-from witcert_core.serving.encoder import Encoder, Tables
+from witcert_core.serving.encoder import Tables
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RequestPass
 from witcert_core.serving.ranks import Ranks
-from witcert_core.serving.runtime import Cache, Runtime
+from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.packed import PackedStorage
 from witcert_sglang import windows
 from witcert_sglang.graphs import DecodeGraphs, requests_on_device, will_replay
 from witcert_sglang.packed import packed_layers
@@ -37,7 +35,6 @@ class SglangRuntime(Runtime):
     def __init__(
         self,
         policy: Policy,
-        quantizer: Quantizer,
         geometry: Geometry,
         pool: Any,
         metrics: Metrics | None,
@@ -55,14 +52,12 @@ class SglangRuntime(Runtime):
         self.graphs: DecodeGraphs | None = None
         self.compared: list[str] = []  # passes of the attention backends that were compared with float64 at start
 
-        def make_cache(encoder: Encoder) -> Cache:
-            if policy.quantizer.storage == "packed":
-                return packed_storage(policy, geometry, packed_layers(pool), encoder)
-            if policy.meters_engine:
-                return engine_cache(policy, geometry, EnginePool(pool, geometry.pool_dtype, scales or {}), encoder)
-            return simulated_cache(policy, geometry, SlotPool(pool), encoder)
-
-        super().__init__("sglang", policy, quantizer, geometry, make_cache, metrics, ranks, tables)
+        read: SlotPool | Buffers = SlotPool(pool)
+        if policy.quantizer.storage == "packed":
+            read = packed_layers(pool)
+        elif policy.meters_engine:
+            read = EnginePool(pool, geometry.pool_dtype, scales or {})
+        super().__init__("sglang", policy, geometry, read, metrics, ranks, tables)
 
     def status(self) -> dict[str, Any]:
         """As in the core; the pool's dtype is the one SGLang stores in where its own cache is metered."""
@@ -85,7 +80,8 @@ class SglangRuntime(Runtime):
         if replays and looked:
             requests = requests_on_device(forward_batch)
         else:
-            requests = requests_of(forward_batch, runner.req_to_token_pool.req_to_token)
+            reads_stored = forward_batch.forward_mode.is_decode() or self.policy.prefill_reads == "stored"
+            requests = requests_of(forward_batch, runner.req_to_token_pool.req_to_token, reads_stored)
         self.begin(requests, forward_batch.out_cache_loc)
         if replays and self.graphs is not None:
             self.graphs.begin()
@@ -106,13 +102,14 @@ class SglangRuntime(Runtime):
 
     def init_graphs(self, max_bs: int, max_num_tokens: int) -> None:
         """SGLang is about to capture graphs of up to `max_bs` requests."""
-        if not isinstance(self.cache, KernelPacked) or max_num_tokens != max_bs or self.requests is None:
+        storage = self.cache.storage
+        if not isinstance(storage, PackedStorage) or max_num_tokens != max_bs or self.requests is None:
             raise UnsupportedError(
                 "captured graphs are metered for a packed pool read by kernels, one token a request; add "
                 "--disable-cuda-graph"
             )
         longest = self.requests.req_to_token.shape[1]
-        self.graphs = DecodeGraphs(CapturedDecode(self.cache, max_bs, longest, uses_dither=self.uses_dither))
+        self.graphs = DecodeGraphs(CapturedDecode(storage, max_bs, longest, uses_dither=self.uses_dither))
 
     def eager(self) -> None:
         """Passes are not captured from here on."""
@@ -123,16 +120,14 @@ class SglangRuntime(Runtime):
         self._live_graphs().captured.begin_capture(rows)
 
     def prepare_replay(self, batch: Any) -> None:
-        deltas = [] if self.plan is None else self._deltas(self.plan)
-        self._live_graphs().prepare(batch, self.requests.req_to_token, self.plan, deltas)
+        self._live_graphs().prepare(batch, self.requests.req_to_token, self.now)
 
     def end_replay(self) -> StepCells | None:
         """As `end`, for a pass in which the launches of a graph ran in place of Python."""
         graphs = self._live_graphs()
         padding = graphs.finish()
-        if self.step is not None and self.plan is not None:
-            deltas = self._deltas(self.plan)
-            graphs.captured.read(self.step, self.plan, deltas, self.policy.meter.form, padding=padding)
+        if self.now is not None:
+            graphs.captured.read(self.now, self.policy.meter.form, padding=padding)
         self.attention_calls = len(self.geometry.layers)  # `load` has seen that the graph holds them all
         return self.end()
 
@@ -192,19 +187,25 @@ class SglangRuntime(Runtime):
             positions=forward_batch.positions,
             spec=spec,
             run=run,
-            attends_quantized=is_decode or self.policy.prefill_reads == "stored",
         )
         if capturing and self.graphs is not None and not self.in_pass:
             return self.graphs.captured.attend(call)
         return self.attend(call)
 
 
-def requests_of(batch: Any, req_to_token: Tensor) -> list[RequestPass]:
-    """The requests of `batch`; req_to_token [REQUESTS, MAX_CONTEXT] maps a request's positions to slots."""
+def requests_of(batch: Any, req_to_token: Tensor, reads_stored: bool) -> list[RequestPass]:
+    """The requests of `batch`; req_to_token [REQUESTS, MAX_CONTEXT] maps a request's positions to slots.
+
+    reads_stored: whether its tokens read their quantized selves. Generated ones in a batch with prompts do not: SGLang
+    extends them all.
+    """
     rids, mode = batch.rids or [], batch.forward_mode
     new_tokens = [1] * len(rids) if mode.is_decode() else [int(n) for n in batch.extend_seq_lens.tolist()]
     # A batch that mixes prompts with generated tokens does not say which is which.
     prefilling = None if mode.is_mixed() else not mode.is_decode()
     places = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
     slots = [req_to_token[place, :length].to(torch.int64) for place, length in places]
-    return [RequestPass(rid, mine, new, prefilling) for rid, mine, new in zip(rids, slots, new_tokens, strict=True)]
+    return [
+        RequestPass(rid, mine, new, prefilling, reads_stored)
+        for rid, mine, new in zip(rids, slots, new_tokens, strict=True)
+    ]

@@ -57,7 +57,6 @@ class SchedulerProcess:
                 tables = rotary_tables(found, geometry.head_dim, runner.dtype, geometry.device)
             self.runtime = SglangRuntime(
                 self.policy,
-                self.quantizer,
                 geometry,
                 pool,
                 metrics,

@@ -24,7 +24,6 @@ class VllmRuntime(Runtime):
     block_size: int
     out_slots: Tensor
     positions: Tensor
-    stored: bool | Tensor
 
     def begin_pass(self, request_ids: Sequence[str], metadata: Any) -> None:
         """A pass over `request_ids`, described by vLLM's `CommonAttentionMetadata`."""
@@ -46,23 +45,20 @@ class VllmRuntime(Runtime):
         prefilling: Sequence[bool | None] = [None] * len(new)
         if metadata.is_prefilling is not None:
             prefilling = metadata.is_prefilling[: len(new)].tolist()
-        self.stored = self._reads_stored(prefilling, new)
-        self.begin(
-            [RequestPass(rid, slots[i, : lengths[i]], new[i], prefilling[i]) for i, rid in enumerate(request_ids)],
-            self.out_slots,
-        )
+        stored = self._reads_stored(prefilling, new)
+        requests = [
+            RequestPass(rid, slots[i, : lengths[i]], new[i], prefilling[i], stored[i])
+            for i, rid in enumerate(request_ids)
+        ]
+        self.begin(requests, self.out_slots)
 
-    def _reads_stored(self, prefilling: Sequence[bool | None], new_tokens: Sequence[int]) -> bool | Tensor:
-        """Which new tokens read their quantized selves: one answer, or [N] bool. A chunk's last is no decode row."""
+    def _reads_stored(self, prefilling: Sequence[bool | None], new_tokens: Sequence[int]) -> list[bool]:
+        """Whose new tokens read their quantized selves. A chunk's last is no decode row."""
         if self.policy.prefill_reads == "stored":
-            return True
+            return [True] * len(new_tokens)
         if None in prefilling:
             raise UnsupportedError("vLLM does not say which requests are prefilling, so chunks cannot be told apart")
-        of_request = [not chunk and count == 1 for chunk, count in zip(prefilling, new_tokens, strict=True)]
-        if len(set(of_request)) == 1:
-            return of_request[0]
-        of_token = [reads for reads, count in zip(of_request, new_tokens, strict=True) for _ in range(count)]
-        return torch.tensor(of_token, device=self.out_slots.device)
+        return [not chunk and count == 1 for chunk, count in zip(prefilling, new_tokens, strict=True)]
 
     def forget_blocks(self, blocks: Sequence[int], size: int) -> None:
         """Nothing is known any more of what these blocks of `size` tokens hold: something else may write them.
@@ -109,7 +105,6 @@ class VllmRuntime(Runtime):
                     arithmetic=cpu_arithmetic(query.dtype, impl) if query.device.type == "cpu" else None,
                 ),
                 run=run,
-                attends_quantized=self.stored,
             )
         )
 

@@ -17,13 +17,9 @@ import witcert_core
 from witcert_core.errors import UnsupportedError, WitCertError
 from witcert_core.policy.model import Policy
 from witcert_core.serving.banner import banner
-from witcert_core.serving.device.engine import engine_cache
-from witcert_core.serving.device.packed import packed_storage
-from witcert_core.serving.device.simulated import simulated_cache
-from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.build import Buffers
 from witcert_core.serving.refusals import refuse
 from witcert_core.serving.rotary import rotary_tables
-from witcert_core.serving.runtime import Cache
 from witcert_core.serving.startup import in_one_line
 from witcert_vllm import process
 from witcert_vllm.backend import described, is_stock, take_over
@@ -139,24 +135,22 @@ def build_runtime(policy: Policy, vllm_config: Any, model: Any) -> VllmRuntime:
     ranks = tensor_ranks()
     geometry = read_geometry(vllm_config, layers, first.kv_cache.shape[0] * block_size, ranks.rank, ranks.size)
     quantizer, tables = policy.resolved_quantizer, None
-    make_cache: Callable[[Encoder], Cache]
+    pool: PagePool | Buffers
     if policy.quantizer.storage == "packed":
         layout = layout_of(quantizer, geometry.head_dim)
         dtype = geometry.pool_dtype
-        buffers = {ids[name]: packed_layer(layer.kv_cache, layout, dtype) for name, layer in layers.items()}
-        make_cache = functools.partial(packed_storage, policy, geometry, buffers)
+        pool = {ids[name]: packed_layer(layer.kv_cache, layout, dtype) for name, layer in layers.items()}
     else:
         own = policy.meters_engine
         pool = engine_pool(layers, ids, block_size) if own else page_pool(layers, ids, block_size)
         # A quantized cache gives the pattern back to within half a step of its coarsest code.
         check_layouts(pool, layers, ids, geometry.pool_dtype, tolerance=1 / 64 if own else 0.0)
-        make_cache = functools.partial(engine_cache if own else simulated_cache, policy, geometry, pool)
     if quantizer.space == "pre_rope":
         quantized = set(policy.quantizer.layers_of(geometry.layers))
         wanted = {name: layer for name, layer in ids.items() if layer in quantized}
         dtype = vllm_config.model_config.dtype
         tables = rotary_tables(rotary_modules(model, wanted), geometry.head_dim, dtype, geometry.device)
-    runtime = VllmRuntime("vllm", policy, quantizer, geometry, make_cache, None, ranks, tables, keeps_ledger=False)
+    runtime = VllmRuntime("vllm", policy, geometry, pool, None, ranks, tables, keeps_ledger=False)
     runtime.layer_ids, runtime.block_size = ids, block_size
     return runtime
 

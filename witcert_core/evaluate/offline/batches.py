@@ -170,12 +170,11 @@ def check_positions(given: Mapping[str, Any], real: Tensor, batch: Batch, pre_ro
             )
 
 
-def batch_pass(batch: Batch, real: Tensor, new_slots: list[Tensor], ids: list[str], stored_prefill: bool) -> BatchPass:
+def batch_pass(batch: Batch, real: Tensor, new_slots: list[Tensor], ids: list[str]) -> BatchPass:
     """The pass over the places of `real` [B, COLUMNS], whose tokens go to new_slots; ids: the requests' names."""
     columns = real.shape[1]
     requests: list[RequestPass] = []
     places = [torch.zeros(0, dtype=torch.int64)]
-    attends_quantized: list[bool] = []
     behind: dict[int, list[int]] = {}
     for number, (before, new) in enumerate(zip(batch.slots, new_slots, strict=True)):
         own = real[number].nonzero()[:, 0] + number * columns
@@ -187,5 +186,4 @@ def batch_pass(batch: Batch, real: Tensor, new_slots: list[Tensor], ids: list[st
             behind[len(requests)] = list(padded)
         requests.append(RequestPass(ids[number], torch.cat([before, new]), own.numel(), prefilling=not decoding))
         places.append(own)
-        attends_quantized.append(decoding or stored_prefill)
-    return BatchPass(requests, torch.cat(places), attends_quantized, behind)
+    return BatchPass(requests, torch.cat(places), behind)

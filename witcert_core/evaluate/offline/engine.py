@@ -101,8 +101,8 @@ class OfflineEngine:
         """Logits [N, V] float32 of the request's next N tokens; a single one after the first always reads the cache."""
         first, count = self._length, len(ids)
         slots = torch.arange(first + count)
-        reads_stored = attends_quantized or self.policy.prefill_reads == "stored" or (count == 1 and first > 0)
-        self.passes.begin(BatchPass([RequestPass(self._request_id, slots, count)], torch.arange(count), [reads_stored]))
+        request = RequestPass(self._request_id, slots, count, attends_quantized=attends_quantized or None)
+        self.passes.begin(BatchPass([request], torch.arange(count)))
         with bridge.running(self.passes):
             out = self.loaded.model(
                 input_ids=torch.tensor([list(ids)]),

@@ -182,8 +182,7 @@ class MeteredModel:
         batches.check_positions(given, real, batch, passes.runtime.quantizer.space == "pre_rope")
         new_slots = self._take(real.sum(1).tolist())
         names = [self._ids[number] for number in batch.requests]
-        stored_prefill = self.policy.prefill_reads == "stored"
-        computed = batches.batch_pass(batch, real, new_slots, names, stored_prefill)
+        computed = batches.batch_pass(batch, real, new_slots, names)
         self._pass = _Pass(cache, mask, new_slots, computed)
         passes.begin(computed)
         bridge.attend_with(passes)
@@ -203,7 +202,8 @@ class MeteredModel:
         passes.end()
         columns = running.mask.shape[1]
         for number, request in enumerate(running.computed.requests):
-            reads_stored = request.slots.numel() > request.new_tokens or running.computed.attends_quantized[number]
+            has_prefix = request.slots.numel() > request.new_tokens
+            reads_stored = has_prefix or self.policy.prefill_reads == "stored"
             if number in running.computed.behind and reads_stored:
                 passes.runtime.ledger.count_unknown(request.request_id, 1, PADDING)
         batch.slots = [torch.cat(both) for both in zip(batch.slots, running.new_slots, strict=True)]

@@ -20,27 +20,25 @@ from witcert_core.evaluate.offline.rotary import rotary_tables
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.policy.model import Policy
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.passes import RequestPass, RowPlan
 from witcert_core.serving.runtime import Runtime
-from witcert_core.serving.storage.simulated import SimulatedCache
+from witcert_core.serving.storage.simulated import SimulatedStorage
 
-Probe = Callable[[AttentionCall, RowPlan, SimulatedCache], None]
-"""Called after every attention call with metered rows, with the cache as they left it."""
+Probe = Callable[[AttentionCall, RowPlan, SimulatedStorage], None]
+"""Called after every attention call with metered rows, with what is stored as they left it."""
 
 
 @dataclass(frozen=True)
 class BatchPass:
     """What a pass computes, of the B * COLUMNS places that attention is handed.
 
-    requests: those with a token in it. places [N]: where their new tokens stand, request by request. attends_quantized:
-    for each request, whether its new tokens attend their quantized selves. behind: request number -> padded places
-    behind its text; they attend to all of it, as they do in transformers, and belong to no request.
+    requests: those with a token in it. places [N]: where their new tokens stand, request by request. behind: request
+    number -> padded places behind its text; they attend to all of it, as they do in transformers, and belong to no
+    request.
     """
 
     requests: Sequence[RequestPass]
     places: Tensor
-    attends_quantized: Sequence[bool]
     behind: dict[int, list[int]] = field(default_factory=dict)
 
     @property
@@ -60,20 +58,17 @@ class Passes:
             raise UnsupportedError(
                 f"quantizer.storage is {policy.quantizer.storage!r}; offline the cache is simulated: set 'simulated'"
             )
+        if policy.meters_engine:
+            raise UnsupportedError(
+                "quantizer.name is 'engine', but offline no cache of an engine's own is read back: name a quantizer"
+            )
         geometry = loaded.geometry(num_slots)
         self.pool = TensorPool(geometry)
-        self.cache: SimulatedCache | None = None
         self.probe = probe
-
-        def make_cache(encoder: Encoder) -> SimulatedCache:
-            self.cache = SimulatedCache(policy, geometry, self.pool, encoder)
-            return self.cache
-
-        quantizer = policy.resolved_quantizer
         tables = None
-        if quantizer.space == "pre_rope":
+        if policy.resolved_quantizer.space == "pre_rope":
             tables = rotary_tables(loaded.model, geometry.head_dim, num_slots)
-        self.runtime = Runtime(engine, policy, quantizer, geometry, make_cache, None, tables=tables)
+        self.runtime = Runtime(engine, policy, geometry, self.pool, None, tables=tables)
         self._running: BatchPass | None = None
 
     def begin(self, batch: BatchPass) -> None:
@@ -128,22 +123,13 @@ class Passes:
                 [torch.arange(r.slots.numel() - r.new_tokens, r.slots.numel()) for r in batch.requests]
             ),
             run=run,
-            attends_quantized=self._attends_quantized(batch),
             spec=spec,
         )
-        plan = self.runtime.plan
-        made = self.runtime.attend(call)
-        if self.probe is not None and plan is not None and plan.rows and self.cache is not None:
-            self.probe(call, plan, self.cache)
+        made, now, storage = self.runtime.attend(call), self.runtime.now, self.runtime.cache.storage
+        if self.probe is not None and now is not None and now.plan.rows and isinstance(storage, SimulatedStorage):
+            self.probe(call, now.plan, storage)
         out = made.new_zeros(len(queries), *made.shape[1:])
         out[batch.places] = made
         for place, output in behind.items():
             out[place] = output
         return out.view(*q.shape[:2], *out.shape[1:])
-
-    def _attends_quantized(self, batch: BatchPass) -> bool | Tensor:
-        early = batch.attends_quantized
-        if len(set(early)) == 1:
-            return early[0]
-        counts = torch.tensor([r.new_tokens for r in batch.requests])
-        return torch.tensor(early).repeat_interleave(counts)

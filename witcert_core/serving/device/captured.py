@@ -19,11 +19,10 @@ from torch import Tensor
 from witcert_core.errors import InputError
 from witcert_core.kernels.counters import MEASURED, advanced
 from witcert_core.kernels.host.dispatch import own_arithmetic
-from witcert_core.meter.cells import CellBatch
 from witcert_core.meter.sums import NUM_ACC_FIELDS
-from witcert_core.serving.device.cells import kernel_cells, output_norm, visible_tokens
+from witcert_core.serving.device.rows import visible_tokens
+from witcert_core.serving.device.sums import DeviceSums, output_norm
 from witcert_core.serving.passes import MeteredRow
-from witcert_core.serving.steps import StepCells
 
 REASON = "graph"
 """Why cells of a replay that measured nothing are unknown."""
@@ -68,13 +67,6 @@ class CapturedCells:
         self.norm[self.index(layer), : out.shape[0]].copy_(output_norm(out))
         self.facts[layer] = replace(facts, v_dim=out.shape[-1], dtype=out.dtype)
 
-    def record(self, layer: int, acc: Tensor, out: Tensor) -> None:
-        """A launch inside the graph: acc [R, H, 16] of its rows, out [R, H, Dv]. Device work only."""
-        i, rows = self.index(layer), acc.shape[0]
-        self.acc[i, :rows].copy_(acc)
-        self.counters[layer : layer + 1].add_(rows * acc.shape[1])
-        self.keep(layer, out, LayerFacts())
-
     def begin(self) -> None:
         """A metered step is about to be replayed. Device work only: nothing waits."""
         self.counters.zero_()
@@ -82,8 +74,8 @@ class CapturedCells:
 
     def read(
         self, rows: Sequence[MeteredRow], delta_loc: Sequence[float], form: str, *, batch: int, padding: int = 0
-    ) -> dict[int, CellBatch]:
-        """The cells of `rows` in the layers that measured all `batch` rows of this step; waits for the device.
+    ) -> dict[int, DeviceSums]:
+        """The sums of `rows` in the layers that measured all `batch` rows of this step; waits for the device.
 
         `row.token` is a row's place in the batch. padding: rows beside the batch that belong to nobody; a layer with
         a sink counts them, one without has nothing to see there.
@@ -102,21 +94,16 @@ class CapturedCells:
         for i, (layer, fact) in enumerate(zip(self.layers, facts, strict=True)):
             if status[i] == MEASURED:
                 seen = visible_tokens(rows, fact.window_left)
-                found[layer] = kernel_cells(
+                found[layer] = DeviceSums(
                     self.acc[i][places],
                     self.norm[i][places],
+                    None,
                     num_visible=seen,
-                    num_quantized=torch.tensor(seen),  # a step decodes from what is packed
-                    delta_loc=delta_loc,
+                    num_quantized=torch.tensor(seen)[:, None],  # a step decodes from what is packed
+                    delta_loc=list(delta_loc),
                     form=form,
                     has_sink=fact.has_sink,
                     v_dim=fact.v_dim,
                     arithmetic=own_arithmetic(fact.dtype),
                 )
         return found
-
-    def end(self, step: StepCells, delta_loc: Sequence[float], form: str, *, padding: int = 0) -> None:
-        """Put what the replay measured of all rows of a batch, `step.rows`, into `step`; the rest is lost."""
-        if step.rows:
-            step.layers |= self.read(step.rows, delta_loc, form, batch=len(step.rows), padding=padding)
-            step.lost |= dict.fromkeys(set(self.layers) - set(step.layers), REASON)

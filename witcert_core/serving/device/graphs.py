@@ -21,10 +21,10 @@ from witcert_core.kernels.host.pages import PageTable
 from witcert_core.kernels.host.slack import MAX_KV_LEN
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.device.captured import REASON, CapturedCells, LayerFacts
-from witcert_core.serving.device.cells import spend_down
-from witcert_core.serving.device.packed import KernelPacked, paged
-from witcert_core.serving.passes import RowPlan
-from witcert_core.serving.steps import StepCells
+from witcert_core.serving.device.packed import paged
+from witcert_core.serving.device.rows import spend_down
+from witcert_core.serving.forward import Pass
+from witcert_core.serving.storage.packed import PackedStorage
 
 INT32_MAX = 2**31 - 1
 
@@ -36,16 +36,22 @@ class CapturedDecode:
     probability, so that the deterministic ones are measured beside them.
     """
 
-    def __init__(self, cache: KernelPacked, max_rows: int, max_kv_len: int, *, uses_dither: bool) -> None:
+    def __init__(self, storage: PackedStorage, max_rows: int, max_kv_len: int, *, uses_dither: bool) -> None:
+        if storage.kernels is None or storage.repaired is not None:
+            raise UnsupportedError(
+                "captured graphs are metered for a packed pool read by kernels, without a gate that repairs; serve "
+                "without graphs"
+            )
         if max_kv_len > MAX_KV_LEN or max_rows * max_kv_len > INT32_MAX:
             raise UnsupportedError(
                 f"captured graphs of {max_rows} requests of up to {max_kv_len} tokens: the kernels take {MAX_KV_LEN} "
                 f"tokens, and {INT32_MAX} of all requests together; capture fewer requests, shorten the context, or "
                 "serve without graphs"
             )
-        geometry = cache.geometry
+        geometry = storage.geometry
         device = torch.device(geometry.device)
-        self.cache = cache
+        self.storage = storage
+        self.kernels = storage.kernels
         self.max_rows = max_rows
         self.max_kv_len = max_kv_len
         self.capturing: int | None = None
@@ -62,9 +68,9 @@ class CapturedDecode:
         self.nothing = torch.zeros(max_rows, dtype=torch.float32, device=device)
         self.flag = filled(1, 1, torch.int32)
         heads = geometry.num_qo_heads
-        layers = sorted(cache.metered_layers)
+        layers = sorted(storage.metered_layers)
         self.cells = CapturedCells(layers, max_rows, heads, device)
-        self.certain = CapturedCells(layers, max_rows, heads, device) if uses_dither else None
+        self.deterministic = CapturedCells(layers, max_rows, heads, device) if uses_dither else None
         self.workspace = Workspace.allocate(max_rows, heads, geometry.v_head_dim, max_kv_len, device)
         self.lse = torch.zeros(max_rows, heads, device=device)
 
@@ -72,7 +78,7 @@ class CapturedDecode:
     def nbytes(self) -> int:
         """Memory of the static tensors."""
         own = (self.indptr, self.indices, self.last_page_len, self.slots, self.delta, self.nothing, self.lse)
-        cells = self.cells.nbytes + (0 if self.certain is None else self.certain.nbytes)
+        cells = self.cells.nbytes + (0 if self.deterministic is None else self.deterministic.nbytes)
         return cells + sum(t.nbytes for t in (*own, self.workspace.part_o, self.workspace.part_m))
 
     # Capture ----------------------------------------------------------------------------------------------------
@@ -93,16 +99,16 @@ class CapturedDecode:
                 "graphs"
             )
         self.captured[rows].add(call.layer)
-        self.cache.append(call, self.slots[:rows])
-        if call.layer not in self.cache.metered_layers:
+        self.kernels.append(call, self.slots[:rows])
+        if call.layer not in self.storage.metered_layers:
             return self._decode(call, rows, None, None).reshape(rows, -1)
         facts = LayerFacts(call.spec.window_left, call.spec.has_sink)
         out = self._decode(call, rows, self.cells, self.delta)
         self.cells.keep(call.layer, out, facts)
-        if self.certain is not None:
+        if self.deterministic is not None:
             again = torch.empty_like(out)  # the same outputs; garbage where the flag is 0
-            self._decode(call, rows, self.certain, self.nothing, out=again)
-            self.certain.keep(call.layer, out, facts)
+            self._decode(call, rows, self.deterministic, self.nothing, out=again)
+            self.deterministic.keep(call.layer, out, facts)
         return out.reshape(rows, -1)
 
     def _decode(
@@ -114,7 +120,7 @@ class CapturedDecode:
         out: Tensor | None = None,
     ) -> Tensor:
         """One launch; the second of a layer (`out` given) leaves everything alone where the flag is 0."""
-        layer = self.cache.cache[call.layer]
+        layer = self.storage.cache[call.layer]
         metered: dict[str, Any] = {}
         if cells is not None and delta is not None:
             acc = cells.acc[cells.index(call.layer), :rows]
@@ -125,7 +131,7 @@ class CapturedDecode:
             layer.k_scale[:, None],
             layer.v_scale[:, None],
             PageTable(self.indptr[: rows + 1], self.indices, self.last_page_len[:rows]),
-            self.cache.pass_bits,
+            self.kernels.pass_bits,
             max_kv_len=self.max_kv_len,
             meter=cells is not None,
             unmetered=out is None,
@@ -133,21 +139,18 @@ class CapturedDecode:
             lse=self.lse[:rows],
             workspace=Workspace(self.workspace.part_o[:rows], self.workspace.part_m[:rows]),
             **metered,
-            **self.cache.options(call),
+            **self.kernels.options(call),
         )
         return result
 
     # Replay -----------------------------------------------------------------------------------------------------
 
-    def load(
-        self, rows: int, slots: Tensor, table: Tensor, lengths: Sequence[int], plan: RowPlan, deltas: Sequence[float]
-    ) -> None:
-        """Fill the inputs of the graph of `rows` rows: N requests of lengths[i] tokens, then padding.
+    def load(self, rows: int, table: Tensor, lengths: Sequence[int], now: Pass) -> None:
+        """Fill the inputs of the graph of `rows` rows for a pass: N requests of lengths[i] tokens, then padding.
 
-        slots [N] where the new tokens go; table [T] the slots of all tokens, request by request, the new ones last.
-        Nothing is read from the device.
+        table [T]: the slots of all tokens, request by request, the new ones last. Nothing is read from the device.
         """
-        layers = set(self.cache.geometry.layers)
+        layers = set(self.storage.geometry.layers)
         if self.captured.get(rows) != layers:
             raise UnsupportedError(
                 f"the graph of {rows} rows was captured with attention of layers {sorted(self.captured.get(rows, ()))} "
@@ -156,18 +159,18 @@ class CapturedDecode:
         if max(lengths) > self.max_kv_len:
             raise UnsupportedError(f"a request of {max(lengths)} tokens in a graph for up to {self.max_kv_len}")
         self.capturing = None
-        self.cache.outliers.settle()  # what a replay writes cannot be written again
+        self.storage.outliers.settle()  # what a replay writes cannot be written again
         spent = [0.0] * rows
-        for row, delta in zip(plan.rows, deltas, strict=True):
-            spent[row.token] = delta
+        for row in now.plan.rows:
+            spent[row.token] = row.delta_loc
         self._fill(lengths, spent, rows)
-        self.slots[: len(lengths)].copy_(slots)
+        self.slots[: len(lengths)].copy_(now.slots)
         self.indices[: table.numel()].copy_(table)
-        self.flag.fill_(1 if plan.rows else 0)
-        if plan.rows:
+        self.flag.fill_(1 if now.plan.rows else 0)
+        if now.plan.rows:
             self.cells.begin()
-            if self.certain is not None:
-                self.certain.begin()
+            if self.deterministic is not None:
+                self.deterministic.begin()
 
     def _fill(self, lengths: Sequence[int], spent: Sequence[float], rows: int) -> None:
         starts = [0]
@@ -180,17 +183,18 @@ class CapturedDecode:
         if spent:
             self.delta[:rows].copy_(spend_down(spent, torch.device("cpu")))
 
-    def read(self, step: StepCells, plan: RowPlan, deltas: Sequence[float], form: str, *, padding: int) -> None:
-        """Put the cells of the step just replayed into `step`; what was not measured of it is lost."""
+    def read(self, now: Pass, form: str, *, padding: int) -> None:
+        """Put the sums of the step just replayed into its pass; what was not measured of it is lost."""
+        plan, step = now.plan, now.step
         if not plan.rows:
             return
         batch = len(plan.requests)
-        found = self.cells.read(plan.rows, deltas, form, batch=batch, padding=padding)
+        found = self.cells.read(plan.rows, now.deltas, form, batch=batch, padding=padding)
         beside = found
-        if self.certain is not None:
-            beside = self.certain.read(plan.rows, [0.0] * len(plan.rows), form, batch=batch, padding=padding)
+        if self.deterministic is not None:
+            beside = self.deterministic.read(plan.rows, now.nothing, form, batch=batch, padding=padding)
         measured = found.keys() & beside.keys()
-        step.layers |= {layer: cells for layer, cells in found.items() if layer in measured}
-        if any(delta > 0 for delta in deltas):
-            step.deterministic_layers |= {layer: cells for layer, cells in beside.items() if layer in measured}
-        step.lost |= dict.fromkeys(sorted(self.cache.metered_layers - measured), REASON)
+        step.summed |= {layer: sums for layer, sums in found.items() if layer in measured}
+        if now.spends:
+            step.deterministic_summed |= {layer: sums for layer, sums in beside.items() if layer in measured}
+        step.lost |= dict.fromkeys(sorted(self.storage.metered_layers - measured), REASON)

@@ -8,16 +8,15 @@ computes in the same pass is attended after that one is packed. On a GPU, or on 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from witcert_core.cache.outliers import masked_query
-from witcert_core.cache.packed import PackedLayer
+from witcert_core.cache.packed import PackedKV, PackedLayer
 from witcert_core.cache.radii import radius_dither
 from witcert_core.errors import UnsupportedError
 from witcert_core.kernels.append import append_int8
@@ -26,71 +25,77 @@ from witcert_core.kernels.decode.reference import lost_share
 from witcert_core.kernels.extend import extend_int8
 from witcert_core.kernels.host import slack
 from witcert_core.kernels.host.bypass import BypassedKeys
-from witcert_core.kernels.host.dispatch import kernels_serve, own_arithmetic
+from witcert_core.kernels.host.dispatch import own_arithmetic
 from witcert_core.kernels.host.pages import PageTable
-from witcert_core.meter.audit import Audit, FormatError, compare_rows
-from witcert_core.meter.cells import CellBatch
-from witcert_core.policy.model import Policy
-from witcert_core.quantizers.int8_dither import Int8Dither
+from witcert_core.meter.audit import FormatError
+from witcert_core.meter.sums import NUM_ACC_FIELDS
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.device.cells import kernel_cells, output_norm, spend_down, token_pages, visible_tokens
+from witcert_core.serving.device.rows import spend_down, token_pages, visible_tokens
+from witcert_core.serving.device.sums import DeviceSums, output_norm
 from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.forward import Pass
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RowPlan
-from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.attended import Attended, RowTokens
 from witcert_core.serving.storage.gathered import gather
-from witcert_core.serving.storage.measuring import compare, joined
-from witcert_core.serving.storage.packed import PackedStorage
-
-
-def packed_storage(
-    policy: Policy, geometry: Geometry, layers: Mapping[int, PackedLayer], encoder: Encoder
-) -> PackedStorage:
-    """The packed cache of this device: kernels on a GPU (or under the interpreter), else the reference.
-
-    A gate that repairs asks for every token of a cell, not for sums over them: it is left to the reference anywhere.
-    """
-    kind = KernelPacked if kernels_serve(geometry.device) and not policy.repairs else PackedStorage
-    return kind(policy, geometry, layers, encoder)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Requests that one launch serves: their indices in the batch and the places of their tokens among the N new ones.
+    """Requests that one launch serves, and what it takes of them: made once, the same for all layers of a pass.
 
-    stored: whether they read what is stored of their own tokens, so by the decode kernel. tokens [T] int64; rows:
-    numbers of the planned rows among them; local [R]: where those are in `tokens`. table: the pages of their tokens,
-    or of their prefixes where not stored, the longest of max_kv_len tokens.
+    stored: whether they read what is stored of their own tokens, so by the decode kernel. tokens int64 [T]: the places
+    of their tokens among the N new ones; lengths: new tokens of each, indptr int32 [requests + 1]. table: the pages of
+    their tokens, or of their prefixes where not stored, the longest of max_kv_len tokens.
+    rows: numbers of the planned rows among them, int64 [R] as `numbers`; local [R]: where those are in `tokens`. deltas
+    float32 [R]: what each may spend of the failure budget. row_table: the pages that each of the rows sees.
     """
 
     requests: list[int]
     stored: bool
     tokens: Tensor
-    rows: list[int]
-    local: Tensor
+    lengths: list[int]
+    indptr: Tensor
     table: PageTable
     max_kv_len: int
+    rows: list[int]
+    numbers: Tensor
+    local: Tensor
+    deltas: Tensor
+    row_table: PageTable | None
 
 
-class KernelPacked(PackedStorage):
-    """`PackedStorage` with attention and meter in the kernels of this package."""
+@dataclass
+class Accumulated:
+    """Accumulators [ROWS, H, 16] of the planned rows of a layer, group by group; deterministic: the other lane."""
 
-    def __init__(self, policy: Policy, geometry: Geometry, layers: Mapping[int, PackedLayer], encoder: Encoder) -> None:
-        super().__init__(policy, geometry, layers, encoder)
-        if not isinstance(encoder.quantizer, Int8Dither):
-            raise UnsupportedError(
-                f"quantizer {encoder.quantizer.name!r} brings its own codes; the kernels write those of int8_dither, "
-                "int8_dither_w and int8_dither_bypass: name one of these, or set quantizer.storage to 'simulated'"
-            )
-        if policy.meter.form == "extremal":
-            raise UnsupportedError(
-                "meter.form is 'extremal', which needs every token of a cell, not sums over them as kernels give; "
-                "set meter.form to 'auto'"
-            )
+    law: Tensor
+    deterministic: Tensor | None
+
+    @classmethod
+    def of(cls, now: Pass, heads: int) -> Accumulated:
+        shape = (len(now.plan.rows), heads, NUM_ACC_FIELDS)
+
+        def lane() -> Tensor:
+            return torch.full(shape, float("inf"), dtype=torch.float32, device=now.device)
+
+        return cls(lane(), lane() if now.spends else None)
+
+
+class PackedKernels:
+    """The kernels over a packed cache: append, decode, extend, and the sums of metered rows."""
+
+    def __init__(self, cache: PackedKV, geometry: Geometry, encoder: Encoder, form: str) -> None:
+        self.cache = cache
+        self.geometry = geometry
+        self.encoder = encoder
+        self.form = form
         self.head_ids = torch.tensor(geometry.kv_head_ids, dtype=torch.int32, device=geometry.device)
         self.pass_bits = encoder.pass_ids.to(torch.int32)
-        self.bypassed = self._bypassed(layers)
-        self.groups: list[Group] | None = None  # of this pass: the same for all its layers
+        self.bypassed = self._bypassed(cache.layers)
+        self._waves: list[list[int]] = []  # of this pass
+        self._groups: dict[frozenset[int], list[Group]] = {}  # of this pass, by the requests that are served
+        self._quantized: dict[int, tuple[list[int], Tensor]] = {}  # of this pass, by window
 
     @staticmethod
     def _bypassed(layers: Mapping[int, PackedLayer]) -> dict[int, BypassedKeys]:
@@ -105,145 +110,48 @@ class KernelPacked(PackedStorage):
                 found[number] = BypassedKeys(channels, keep, layer.k_bypass[:, None])
         return found
 
-    def begin_pass(self, slots: Tensor, requests: Sequence[Tensor]) -> None:
+    def begin_pass(self, now: Pass) -> None:
         # The bits of a uint32; the runtime has just put this pass's row there.
-        self.pass_bits[slots] = self.encoder.pass_ids[slots].to(torch.int32)
-        self.groups = None
+        self.pass_bits[now.slots] = self.encoder.pass_ids[now.slots].to(torch.int32)
+        self._waves = waves(now.plan, now.plan.attends_quantized)
+        self._groups.clear()
+        self._quantized.clear()
 
-    def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
-        """Attention over codes, [N, H * Dv]; a chunk reads itself exactly, or as stored, and is packed either way."""
-        sinks = None if call.spec.sinks is None else call.spec.sinks.float()
-        call = replace(call, spec=replace(call.spec, sinks=sinks, arithmetic=own_arithmetic(call.q.dtype)))
-        if call.layer in self.exact_k:
-            self.exact_k[call.layer][call.slots] = call.exact_k
-        self._choose_channels(call)
-        early = call.early
-        if bool(early.any()):
-            own = call.part(early)
-            self.append(own, own.slots)
-        metered = call.layer in self.metered_layers
-        out = torch.empty(*call.q.shape[:2], self.geometry.v_head_dim, dtype=call.q.dtype, device=call.q.device)
-        cells: dict[int, tuple[CellBatch, CellBatch | None, int]] = {}
-        if self.groups is None:
-            self.groups = self._groups(plan, early)
-        for group in self.groups:
-            attended, found, certain = self._launch(call, plan, group, deltas, metered)
-            out[group.tokens] = attended
-            if metered and (plan.sample is not None or plan.sketches is not None):
-                read = partial(self._read_row, call, plan, group.stored)
-                error = self._format_error(call, None if group.stored else self._own(call, group))
-                compare(step, plan, call, call.q[plan.tokens], read, group.rows, error)
-            if not group.stored:
-                written = call.part(torch.zeros_like(early).index_fill(0, group.tokens, True))
-                self.append(written, written.slots)
-            if found is not None:
-                cells |= {number: (found, certain, i) for i, number in enumerate(group.rows)}
-        if cells:
-            in_order = [cells[number] for number in range(len(plan.rows))]
-            step.layers[call.layer] = joined([row_of(found, i) for found, _, i in in_order])
-            if any(delta > 0 for delta in deltas):
-                beside = [row_of(certain or found, i) for found, certain, i in in_order]
-                step.deterministic_layers[call.layer] = joined(beside)
-        return out.reshape(call.q.shape[0], -1)
+    def attend(self, call: AttentionCall, now: Pass, out: Tensor, metered: bool, exact_k: Tensor | None) -> Attended:
+        """Attention of all requests into out [N, H, Dv], those that read themselves exactly packed afterwards; metered:
+        with the sums of the planned rows."""
+        call = self._as_kernels_attend(call)
+        found = Accumulated.of(now, call.q.shape[1]) if metered and now.plan.rows else None
+        for group in self._grouped(now, range(len(now.plan.requests))):
+            self._launch(call, group, out, found)
+        sums = None
+        if found is not None:
+            norm = output_norm(out[now.tokens])
+            deterministic = found.deterministic
+            beside = None if deterministic is None else self._sums(call, now, deterministic, norm, now.nothing)
+            sums = self._sums(call, now, found.law, norm, now.deltas), beside
+        rows = functools.partial(self._rows, call, now, exact_k)
+        return Attended(call, out.reshape(len(out), -1), out, rows, exact_k, sums, self._format_error(call, now))
 
-    def _read_row(self, call: AttentionCall, plan: RowPlan, stored: bool, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that row `number` reads; its own chunk's are not packed yet unless `stored`."""
-        row, slots = plan.rows[number], plan.seen_by(number, call.spec)
-        k, v = self.cache.read(call.layer, slots)
-        if not stored:
-            new = plan.new_tokens[row.request]
-            own = row.position + 1 - (plan.requests[row.request].numel() - new)  # tokens of its chunk up to the row
-            own = min(own, slots.numel())
-            first = row.token + 1 - own
-            k[-own:], v[-own:] = (x[first : row.token + 1].to(y) for x, y in ((call.exact_k, k), (call.exact_v, v)))
-        return k, v
+    def attend_some(self, call: AttentionCall, now: Pass, requests: Iterable[int], out: Tensor) -> None:
+        """Attention of some requests of which no row is metered into out [N, H, Dv]."""
+        call = self._as_kernels_attend(call)
+        for group in self._grouped(now, requests):
+            self._launch(call, group, out, None)
 
-    def _groups(self, plan: RowPlan, early: Tensor) -> list[Group]:
-        """Single stored tokens together, chunks of stored tokens one by one, exact chunks together; wave by wave."""
-        starts = torch.tensor([0, *plan.new_tokens]).cumsum(0).tolist()
-        stored = [bool(early[start]) for start in starts[:-1]]
-        members: list[list[int]] = []
-        for wave in waves(plan, stored):
-            members.append([i for i in wave if stored[i] and plan.new_tokens[i] == 1])
-            members.append([i for i in wave if not stored[i]])
-            members += [[i] for i in wave if stored[i] and plan.new_tokens[i] > 1]
-        groups = []
-        for requests in members:
-            if not requests:
-                continue
-            tokens = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in requests])
-            rows = [number for number, row in enumerate(plan.rows) if row.request in requests]
-            place = {int(token): i for i, token in enumerate(tokens)}
-            local = torch.tensor([place[plan.rows[number].token] for number in rows], dtype=torch.int64)
-            read = [plan.requests[i] if stored[i] else plan.requests[i][: -plan.new_tokens[i]] for i in requests]
-            table, longest = token_pages(read, self.pass_bits.device)
-            device = early.device
-            groups.append(
-                Group(requests, stored[requests[0]], tokens.to(device), rows, local.to(device), table, longest)
-            )
-        return groups
+    def chosen(self, number: int, earlier: Sequence[AttentionCall]) -> None:
+        """The outlier channels of a layer were chosen; noted in place, since a captured graph keeps the addresses.
 
-    def _launch(
-        self, call: AttentionCall, plan: RowPlan, group: Group, deltas: list[float], metered: bool
-    ) -> tuple[Tensor, CellBatch | None, CellBatch | None]:
-        """Outputs [T, H, Dv] of a group, its cells and, under the dither law, those of the deterministic radii."""
-        rows = group.rows if metered else []
-        spent = [deltas[number] for number in rows]
-        attend = self._decode if group.stored else self._extend
-        out, acc = attend(call, plan, group, rows, spent)
-        if not rows:
-            return out, None, None
-        found = self._cells(call, plan, group, acc, out[group.local], spent, self._audit(call, plan, group, out))
-        if not any(spent):
-            return out, found, None
-        nothing = [0.0] * len(rows)
-        certain = attend(call, plan, group, rows, nothing)[1]
-        return out, found, self._cells(call, plan, group, certain, out[group.local], nothing, None)
-
-    def _decode(
-        self, call: AttentionCall, plan: RowPlan, group: Group, rows: list[int], spent: list[float]
-    ) -> tuple[Tensor, Tensor]:
-        delta = torch.zeros(len(group.tokens), dtype=torch.float32, device=call.q.device)
-        delta[group.local[: len(rows)]] = spend_down(spent, call.q.device)
-        layer = self.cache[call.layer]
-        out, _, acc = decode_int8(
-            call.q[group.tokens].contiguous(),
-            paged(layer),
-            layer.k_scale[:, None],
-            layer.v_scale[:, None],
-            group.table,
-            self.pass_bits,
-            max_kv_len=group.max_kv_len,
-            q_len=plan.new_tokens[group.requests[0]],
-            meter=bool(rows),
-            delta_loc=delta,
-            **self.options(call),
-        )
-        return out, acc[group.local] if rows else acc
-
-    def _extend(
-        self, call: AttentionCall, plan: RowPlan, group: Group, rows: list[int], spent: list[float]
-    ) -> tuple[Tensor, Tensor]:
-        new = [plan.new_tokens[i] for i in group.requests]
-        layer = self.cache[call.layer]
-        device = call.q.device
-        out, _, acc = extend_int8(
-            call.q[group.tokens].contiguous(),
-            call.exact_k[group.tokens].to(call.q.dtype),
-            call.exact_v[group.tokens].to(call.q.dtype),
-            paged(layer),
-            layer.k_scale[:, None],
-            layer.v_scale[:, None],
-            torch.tensor([0, *new], device=device).cumsum(0).to(torch.int32),
-            group.table,
-            self.pass_bits,
-            max_q_len=max(new),
-            max_kv_len=max(group.max_kv_len, 1),
-            meter_rows=group.local[: len(rows)].to(torch.int32),
-            delta_loc=spend_down(spent, device),
-            **self.options(call),
-        )
-        return out, acc
+        earlier: what is to be written again for it, under the pass that wrote it last.
+        """
+        layer, bypassed = self.cache[number], self.bypassed[number]
+        if layer.channels is None:
+            raise UnsupportedError(f"layer {number} keeps outliers but has chosen no channels for them")
+        bypassed.keep.fill_(1)
+        bypassed.keep.scatter_(1, layer.channels, 0)
+        bypassed.channels.copy_(layer.channels)
+        for written in earlier:
+            self.pass_bits[written.slots] = self.encoder.pass_ids[written.slots].to(torch.int32)
 
     def options(self, call: AttentionCall) -> dict[str, Any]:
         """What both kernels take alike."""
@@ -278,91 +186,192 @@ class KernelPacked(PackedStorage):
             bypass=self.bypassed.get(call.layer),
         )
 
-    def _choose_channels(self, call: AttentionCall) -> None:
-        """The outlier channels of a layer, in place: a captured graph keeps the addresses."""
-        earlier = self.outliers.before(call)
-        layer = self.cache[call.layer]
-        if layer.k_bypass is not None and layer.channels is None:
-            raise UnsupportedError(f"layer {call.layer} keeps outliers but has chosen no channels for them")
-        if earlier is None or layer.channels is None:
-            return
-        bypassed = self.bypassed[call.layer]
-        bypassed.keep.fill_(1)
-        bypassed.keep.scatter_(1, layer.channels, 0)
-        bypassed.channels.copy_(layer.channels)
-        for written in earlier:
-            self.pass_bits[written.slots] = self.encoder.pass_ids[written.slots].to(torch.int32)
-            self.append(written, written.slots)
+    @staticmethod
+    def _as_kernels_attend(call: AttentionCall) -> AttentionCall:
+        sinks = None if call.spec.sinks is None else call.spec.sinks.float()
+        return replace(call, spec=replace(call.spec, sinks=sinks, arithmetic=own_arithmetic(call.q.dtype)))
 
-    def _cells(
-        self,
-        call: AttentionCall,
-        plan: RowPlan,
-        group: Group,
-        acc: Tensor,
-        out: Tensor,
-        spent: list[float],
-        audit: Audit | None,
-    ) -> CellBatch:
-        visible = visible_tokens([plan.rows[number] for number in group.rows], call.spec.window_left)
-        return kernel_cells(
-            acc,
-            output_norm(out),
-            num_visible=visible,
-            num_quantized=torch.tensor(visible) - torch.tensor(self._read_exactly(plan, group, visible)),
-            delta_loc=spent,
-            form=self.policy.meter.form,
-            has_sink=call.spec.has_sink,
-            v_dim=out.shape[-1],
-            arithmetic=own_arithmetic(call.q.dtype),
-            audit=audit,
+    def _grouped(self, now: Pass, requests: Iterable[int]) -> list[Group]:
+        """Single stored tokens together, chunks of stored tokens one by one, exact chunks together; wave by wave."""
+        served = frozenset(requests)
+        if served not in self._groups:
+            plan = now.plan
+            stored = plan.attends_quantized
+            members: list[list[int]] = []
+            for whole in self._waves:
+                wave = [i for i in whole if i in served]
+                members.append([i for i in wave if stored[i] and plan.new_tokens[i] == 1])
+                members.append([i for i in wave if not stored[i]])
+                members += [[i] for i in wave if stored[i] and plan.new_tokens[i] > 1]
+            self._groups[served] = [self._group(now, group) for group in members if group]
+        return self._groups[served]
+
+    def _group(self, now: Pass, requests: list[int]) -> Group:
+        plan, device = now.plan, now.device
+        starts = torch.tensor([0, *plan.new_tokens]).cumsum(0).tolist()
+        stored = plan.attends_quantized[requests[0]]
+        tokens = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in requests])
+        lengths = [plan.new_tokens[i] for i in requests]
+        rows = [number for number, row in enumerate(plan.rows) if row.request in requests]
+        place = {token: i for i, token in enumerate(tokens.tolist())}
+        read = [plan.requests[i] if stored else plan.requests[i][: -plan.new_tokens[i]] for i in requests]
+        table, longest = token_pages(read, device)
+        # A row of a chunk sees less than its request; rows of single tokens see all of it.
+        beside = stored and any(plan.rows[number].delta_loc > 0 for number in rows)
+        row_table = token_pages([plan.slots_of(number) for number in rows], device)[0] if beside else None
+        return Group(
+            requests=requests,
+            stored=stored,
+            tokens=tokens.to(device),
+            lengths=lengths,
+            indptr=torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32),
+            table=table,
+            max_kv_len=longest,
+            rows=rows,
+            numbers=torch.tensor(rows, dtype=torch.int64).to(device),
+            local=torch.tensor([place[plan.rows[n].token] for n in rows], dtype=torch.int64).to(device),
+            deltas=spend_down([plan.rows[number].delta_loc for number in rows], device),
+            row_table=row_table,
         )
 
-    @staticmethod
-    def _read_exactly(plan: RowPlan, group: Group, visible: list[int]) -> list[int]:
-        """How many of the tokens each row sees are of its own chunk, which is packed after its attention."""
+    def _launch(self, call: AttentionCall, group: Group, out: Tensor, found: Accumulated | None) -> None:
+        """Outputs of a group into out [N, H, Dv] and, of its metered rows, accumulators into `found`."""
+        if not group.rows:
+            found = None
         if group.stored:
-            return [0] * len(visible)
-        rows = [plan.rows[number] for number in group.rows]
-        prefixes = [plan.requests[row.request].numel() - plan.new_tokens[row.request] for row in rows]
-        own = (row.position + 1 - prefix for row, prefix in zip(rows, prefixes, strict=True))
-        return [min(mine, seen) for mine, seen in zip(own, visible, strict=True)]
+            self._decode(call, group, out, found)
+        else:
+            self._extend(call, group, out, found)
+            own = call.part(group.tokens)
+            self.append(own, own.slots)
 
-    def _audit(self, call: AttentionCall, plan: RowPlan, group: Group, out: Tensor) -> Audit | None:
-        """Of the rows of a group whose outputs are out [T, H, Dv], those that are audited."""
-        kept = self.exact_k.get(call.layer)
-        if kept is None or not group.rows:
-            return None
-        own = None if group.stored else self._own(call, group)
-        packed = self.cache[call.layer]
+    def _decode(self, call: AttentionCall, group: Group, out: Tensor, found: Accumulated | None) -> None:
+        delta = None
+        if found is not None:
+            delta = torch.zeros(len(group.tokens), dtype=torch.float32, device=call.q.device)
+            delta[group.local] = group.deltas
+        q = call.q[group.tokens].contiguous()
+        made, acc = self._attended(call, q, group.table, group.max_kv_len, group.lengths[0], delta)
+        out[group.tokens] = made
+        if found is None:
+            return
+        found.law[group.numbers] = acc[group.local]
+        if found.deterministic is None:
+            return
+        if group.row_table is None:
+            found.deterministic[group.numbers] = acc[group.local]
+            return
+        # The metered rows once more, each as a request of its own.
+        nothing = torch.zeros(len(group.rows), dtype=torch.float32, device=q.device)
+        _, acc = self._attended(call, q[group.local], group.row_table, group.max_kv_len, 1, nothing)
+        found.deterministic[group.numbers] = acc
 
-        def read(slots: Tensor) -> tuple[Tensor, Tensor]:
-            found = gather([slots], packed, functools.partial(self.cache.read, call.layer), own)
-            return found.k, found.v
+    def _attended(
+        self, call: AttentionCall, q: Tensor, table: PageTable, max_kv_len: int, q_len: int, delta: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs [T, H, Dv] of the decode kernel and accumulators [T, H, 16]; without delta [T] nothing is metered."""
+        layer = self.cache[call.layer]
+        out, _, acc = decode_int8(
+            q,
+            paged(layer),
+            layer.k_scale[:, None],
+            layer.v_scale[:, None],
+            table,
+            self.pass_bits,
+            max_kv_len=max_kv_len,
+            q_len=q_len,
+            meter=delta is not None,
+            delta_loc=delta,
+            **self.options(call),
+        )
+        return out, acc
 
-        return compare_rows(
-            call.q[group.tokens[group.local]],
-            list(out[group.local]),
-            [plan.seen_by(number, call.spec) for number in group.rows],
-            read,
-            kept.__getitem__,
-            plan.audited[group.rows],
-            call.spec,
-            self._format_error(call, own),
+    def _extend(self, call: AttentionCall, group: Group, out: Tensor, found: Accumulated | None) -> None:
+        layer = self.cache[call.layer]
+        rows, deltas = group.local.to(torch.int32), group.deltas
+        both = found is not None and found.deterministic is not None
+        if both:  # a row named twice is measured twice: under the law, and with nothing to spend
+            rows, deltas = torch.cat([rows, rows]), torch.cat([deltas, torch.zeros_like(deltas)])
+        made, _, acc = extend_int8(
+            call.q[group.tokens].contiguous(),
+            call.exact_k[group.tokens].to(call.q.dtype),
+            call.exact_v[group.tokens].to(call.q.dtype),
+            paged(layer),
+            layer.k_scale[:, None],
+            layer.v_scale[:, None],
+            group.indptr,
+            group.table,
+            self.pass_bits,
+            max_q_len=max(group.lengths),
+            max_kv_len=max(group.max_kv_len, 1),
+            meter_rows=None if found is None else rows,
+            delta_loc=None if found is None else deltas,
+            **self.options(call),
+        )
+        out[group.tokens] = made
+        if found is not None:
+            found.law[group.numbers] = acc[: len(group.rows)]
+        if found is not None and found.deterministic is not None:
+            found.deterministic[group.numbers] = acc[len(group.rows) :]
+
+    def _sums(self, call: AttentionCall, now: Pass, acc: Tensor, norm: Tensor, deltas: Sequence[float]) -> DeviceSums:
+        visible, quantized = self._counts(now, call.spec.window_left)
+        return DeviceSums(
+            acc,
+            norm,
+            None,
+            num_visible=visible,
+            num_quantized=quantized,
+            delta_loc=deltas,
+            form=self.form,
+            has_sink=call.spec.has_sink,
+            v_dim=self.geometry.v_head_dim,
+            arithmetic=own_arithmetic(call.q.dtype),
         )
 
-    @staticmethod
-    def _own(call: AttentionCall, group: Group) -> AttentionCall:
-        """A chunk's own tokens, which are not packed yet and are read exactly."""
-        chosen = torch.zeros(call.slots.numel(), dtype=torch.bool, device=call.slots.device)
-        return call.part(chosen.index_fill(0, group.tokens, True))
+    def _counts(self, now: Pass, window_left: int) -> tuple[list[int], Tensor]:
+        """How many tokens each row sees, and how many of them [R, 1] are codes: its own chunk is packed afterwards."""
+        if window_left not in self._quantized:
+            plan = now.plan
+            visible = visible_tokens(plan.rows, window_left)
+            codes = []
+            for row, seen in zip(plan.rows, visible, strict=True):
+                prefix = plan.requests[row.request].numel() - plan.new_tokens[row.request]
+                exact = 0 if plan.attends_quantized[row.request] else min(row.position + 1 - prefix, seen)
+                codes.append(seen - exact)
+            self._quantized[window_left] = visible, torch.tensor(codes, dtype=torch.int64)[:, None]
+        return self._quantized[window_left]
 
-    def _format_error(self, call: AttentionCall, own: AttentionCall | None) -> FormatError:
-        """That of the kernels' product with the codes in some slots; `own` tokens are read exactly."""
+    def _rows(self, call: AttentionCall, now: Pass, exact_k: Tensor | None) -> RowTokens:
+        """What the audited and the sketched rows read; nothing is gathered of requests without any."""
+        plan = now.plan
+        _, own = now.attends_quantized.split(call)
+        wanted = {row.request for row in plan.rows if row.audited or row.sketched}
+        requests = [slots if i in wanted else slots[:0] for i, slots in enumerate(plan.requests)]
+        packed = self.cache[call.layer]
+        read = gather(
+            requests,
+            packed,
+            functools.partial(self.cache.read, call.layer),
+            own,
+            [new if i in wanted else 0 for i, new in enumerate(plan.new_tokens)],
+            others="stored",
+        )
+        digits, exact = call.q.dtype != torch.float32, read.radii.exact
+
+        def format_error(q: Tensor, places: Tensor) -> Tensor:
+            error = packed_dot_error(packed, q, read.radii.slots[places], call.spec.sm_scale, digits)
+            return error if exact is None else error.masked_fill(exact[places], 0.0)
+
+        return read.rows(plan.rows, exact_k, format_error)
+
+    def _format_error(self, call: AttentionCall, now: Pass) -> FormatError:
+        """That of the kernels' product with the codes in some slots; new tokens that are read exactly have none."""
         packed, digits = self.cache[call.layer], call.q.dtype != torch.float32
 
         def format_error(q: Tensor, slots: Tensor) -> Tensor:
             error = packed_dot_error(packed, q, slots, call.spec.sm_scale, digits)
+            _, own = now.attends_quantized.split(call)
             return error if own is None else error.masked_fill(torch.isin(slots, own.slots), 0.0)
 
         return format_error
@@ -416,12 +425,3 @@ def waves(plan: RowPlan, stored: Sequence[bool]) -> list[list[int]]:
 def paged(layer: PackedLayer) -> tuple[Tensor, Tensor]:
     """The codes as pages of one token, [SLOTS, 1, Hkv, D]."""
     return layer.k[:, None], layer.v[:, None]
-
-
-def row_of(cells: CellBatch, row: int) -> CellBatch:
-    """One row of a batch."""
-    only: dict[str, Any] = {}
-    for field in fields(CellBatch):
-        whole = getattr(cells, field.name)
-        only[field.name] = None if whole is None else whole[row : row + 1]
-    return replace(cells, **only)

@@ -2,50 +2,76 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor
 
-from witcert_core.serving.calls import AttentionCall, Quantized
-from witcert_core.serving.passes import RowPlan
-from witcert_core.serving.steps import StepCells
-from witcert_core.serving.storage import measuring
+from witcert_core.cache.protocols import Pool
+from witcert_core.policy.model import Policy
+from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.encoder import Encoder
+from witcert_core.serving.forward import Pass
+from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.storage.accounts import Accounts, unquantized
+from witcert_core.serving.storage.attended import Attended, RowTokens
 from witcert_core.serving.storage.gathered import gather
-from witcert_core.serving.storage.simulated import SimulatedCache
 
 
-class EngineCache(SimulatedCache):
+class EngineStorage:
     """The pool as a black box. `pool.read` gives what attention makes of the stored bytes, scales included.
 
-    Whether a chunk reads its own exact keys is the engine's doing; `call.attends_quantized` must say what it does.
+    Whether a chunk reads its own exact keys is the engine's doing; the pass's `attends_quantized` must say what it
+    does. Part of `Storage`.
     """
 
-    reads_engine = True
+    def __init__(self, policy: Policy, geometry: Geometry, pool: Pool, encoder: Encoder) -> None:
+        self.geometry = geometry
+        self.pool = pool
+        self.accounts = Accounts(policy, geometry, pool, encoder)
+        self.store = self.accounts.store
+
+    @property
+    def bytes_side(self) -> int:
+        return self.store.nbytes
+
+    @property
+    def bytes_audit(self) -> int:
+        return self.store.exact_nbytes
+
+    def begin_pass(self, now: Pass) -> None: ...
 
     def moved(self, target: Tensor, source: Tensor) -> None:
         """The engine copied rows; whether their scales went along is not known."""
         self.overwritten(target)
 
-    def attend(self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float]) -> Tensor:
-        """The engine's attention as it is, then the cells of what it read."""
+    def overwritten(self, slots: Tensor) -> None:
+        self.accounts.overwritten(slots)
+
+    @contextmanager
+    def attending(self, call: AttentionCall, now: Pass) -> Iterator[Attended]:
+        """The engine's attention as it is."""
         # A copy: engines divide keys by their scale in place before they store them.
         call = replace(call, exact_k=call.exact_k.clone(), exact_v=call.exact_v.clone())
         out = call.run(None, None)
-        exact = Quantized(call.exact_k, None), Quantized(call.exact_v, None)
-        self._account(call, *exact)
-        if plan.rows and call.layer in self.metered_layers:
-            self._measure_read(call, plan, step, deltas, out)
-        return out
-
-    def _measure_read(
-        self, call: AttentionCall, plan: RowPlan, step: StepCells, deltas: list[float], out: Tensor
-    ) -> None:
-        """Meter the planned rows over what their requests read, chunks that read themselves exactly included."""
-        side, own = self.store[call.layer], call.read_exactly
-        read = gather(plan.requests, side, lambda flat: self.pool.read(call.layer, flat), own, plan.new_tokens)
-        exact_k = self.store.exact_k.get(call.layer)
-        audited = None if exact_k is None else exact_k[read.slots]
-        seen, form = read.seen(plan.rows), self.policy.meter.form
+        self.accounts.write(call, *unquantized(call))
         heads = out.view(-1, self.geometry.num_qo_heads, self.geometry.v_head_dim)
-        made = [row if read.knows(places) else None for row, places in zip(heads[plan.tokens], seen, strict=True)]
-        measuring.observe(step, plan, call, seen, read.read, read.radii, audited, deltas, form, made)
+        rows = functools.partial(self._rows, call, now)
+        yield Attended(call, out, heads, rows, self.store.exact_k.get(call.layer))
+
+    def stored(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return self.pool.read(layer, slots)
+
+    def status(self) -> dict[str, int]:
+        return self.accounts.status()
+
+    def _rows(self, call: AttentionCall, now: Pass) -> RowTokens:
+        """A request reads exactly what it brings to the pass; what it finds in slots that another one fills in the same
+        pass is not known."""
+        plan, side = now.plan, self.store[call.layer]
+        _, own = now.attends_quantized.split(call)
+        read = functools.partial(self.pool.read, call.layer)
+        found = gather(plan.requests, side, read, own, plan.new_tokens, others="unknown")
+        return found.rows(plan.rows, self.store.exact_k.get(call.layer))

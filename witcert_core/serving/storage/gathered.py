@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from witcert_core.meter.audit import FormatError
 from witcert_core.meter.protocols import Radii
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.passes import MeteredRow
+from witcert_core.serving.storage.attended import RowTokens
 
 
 @dataclass(frozen=True)
@@ -59,51 +62,52 @@ class Gathered:
     radii: PlacedRadii
     starts: list[int]
 
-    @property
-    def slots(self) -> Tensor:
-        """[M], where the tokens came from."""
-        return self.radii.slots
+    def rows(
+        self, rows: Sequence[MeteredRow], exact_k: Tensor | None, format_error: FormatError | None = None
+    ) -> RowTokens:
+        """What each row read. exact_k [SLOTS, Hkv, D] and format_error: by slot."""
+        places = torch.arange(self.starts[-1], device=self.radii.slots.device)
+        spans = [places[self.starts[row.request] : self.starts[row.request + 1]] for row in rows]
+        seen = [span[: row.position + 1] for span, row in zip(spans, rows, strict=True)]
+        kept = None if exact_k is None else exact_k[self.radii.slots]
+        return RowTokens(seen, self.read, self.radii, kept, [self._knows(mine) for mine in seen], format_error)
 
     def read(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values by place."""
         return self.k.index_select(0, places), self.v.index_select(0, places)
 
-    def knows(self, places: Tensor) -> bool:
+    def _knows(self, places: Tensor) -> bool:
         """Whether what the engine read in all these places is known."""
         return self.radii.unknown is None or not bool(self.radii.unknown[places].any())
-
-    def seen(self, rows: Sequence[MeteredRow]) -> list[Tensor]:
-        """The places [S] that each row sees."""
-        places = torch.arange(self.starts[-1], device=self.slots.device)
-        return [places[self.starts[r.request] :][: r.position + 1] for r in rows]
 
 
 def gather(
     slots: Sequence[Tensor],
     inner: Radii,
     read: Callable[[Tensor], tuple[Tensor, Tensor]],
-    own: AttentionCall | None = None,
-    new_tokens: Sequence[int] | None = None,
+    own: AttentionCall | None,
+    new_tokens: Sequence[int],
+    others: Literal["exact", "unknown", "stored"] = "exact",
 ) -> Gathered:
     """What `slots[i]` [S_i] of each request i hold, in order of position; `read(slots)` gives k and v, copies.
 
-    own: the new tokens of the pass that are read exactly, whichever request reads them: their slots are not written
-    yet, and an engine may hand out a prefix in the very pass that computes it. None where all read what is stored.
-    new_tokens: how many of each request's last tokens are new, where the engine attends by itself: it reads exactly
-    what a request brings, and what it finds in the slots that another one fills in this pass is not known.
+    own: the new tokens of the pass that are read exactly: their slots are not written yet. None where all read what is
+    stored. new_tokens: how many of each request's last tokens are new. others: what a request reads in slots that
+    another one fills in this pass, since an engine may hand out a prefix in the very pass that computes it.
     """
     flat = torch.cat(list(slots))
     k, v = read(flat)
-    exact = unknown = None
-    if own is not None:
-        order = own.slots.argsort()
-        nearest = torch.searchsorted(own.slots[order], flat).clamp(max=own.slots.numel() - 1)
-        place = order[nearest]
-        exact = own.slots[place] == flat
-        if new_tokens is not None:
-            lengths = zip([mine.numel() for mine in slots], new_tokens, strict=True)
-            brought = [torch.arange(length, device=flat.device) >= length - new for length, new in lengths]
-            unknown = exact & ~torch.cat(brought)
-            exact = exact & ~unknown
-        k[exact], v[exact] = own.exact_k[place[exact]].to(k), own.exact_v[place[exact]].to(v)
-    return Gathered(k, v, PlacedRadii(inner, flat, exact, unknown), [0, *accumulate(mine.numel() for mine in slots)])
+    starts = [0, *accumulate(mine.numel() for mine in slots)]
+    if own is None:
+        return Gathered(k, v, PlacedRadii(inner, flat), starts)
+    order = own.slots.argsort()
+    nearest = torch.searchsorted(own.slots[order], flat).clamp(max=own.slots.numel() - 1)
+    place = order[nearest]
+    exact, unknown = own.slots[place] == flat, None
+    if others != "exact":
+        lengths = zip([mine.numel() for mine in slots], new_tokens, strict=True)
+        brought = torch.cat([torch.arange(length, device=flat.device) >= length - new for length, new in lengths])
+        unknown = exact & ~brought if others == "unknown" else None
+        exact = exact & brought
+    k[exact], v[exact] = own.exact_k[place[exact]].to(k), own.exact_v[place[exact]].to(v)
+    return Gathered(k, v, PlacedRadii(inner, flat, exact, unknown), starts)
