@@ -13,11 +13,11 @@ from witcert_core.errors import InputError
 SLOTS, HKV, D, LAYERS = 12, 2, 4, (3, 7)
 
 
-def copies(num_rows: int) -> ExactCopies:
+def copies(num_copies: int) -> ExactCopies:
     return ExactCopies(
         layers=LAYERS,
         num_slots=SLOTS,
-        num_rows=num_rows,
+        num_copies=num_copies,
         num_kv_heads=HKV,
         head_dim=D,
         v_head_dim=D + 1,

@@ -25,7 +25,7 @@ SLOTS = torch.randperm(64, generator=torch.Generator().manual_seed(1))
     ],
 )
 def test_closed_tokens_by_length(rule: QuantizeSchedule, closed: dict[int, int]) -> None:
-    assert {length: rule.num_closed(length) for length in closed} == closed
+    assert {length: rule.num_quantized(length) for length in closed} == closed
     assert rule.immediate == (rule == QuantizeSchedule())
 
 
@@ -48,7 +48,7 @@ def test_tokens_are_fed_in_together_as_long_as_each_reads_what_it_would_read_alo
     for size in sizes:
         end = length + size
         for own in range(length + 1, end + 1):
-            assert min(rule.num_closed(end), own) == rule.num_closed(own)
+            assert min(rule.num_quantized(end), own) == rule.num_quantized(own)
         length = end
 
 
@@ -65,7 +65,7 @@ def grow(tokens: PendingTokens, slots: torch.Tensor, chunks: list[int]) -> list[
     for chunk in chunks:
         tokens.written(slots[done : done + chunk])
         done += chunk
-        due = tokens.due([slots[:done]])
+        due = tokens.ready([slots[:done]])
         assert torch.equal(due.slots, slots[due.positions])
         found.append(due.positions.tolist())
     return found
@@ -77,15 +77,15 @@ def test_chunks_do_not_matter_and_nothing_is_closed_twice(chunks: list[int]) -> 
     passes = grow(tokens, SLOTS, chunks)
     assert [position for closed in passes for position in closed] == list(range(20))
     assert all(len(p) % 4 == 0 for p in passes)
-    assert sorted(tokens.closed.nonzero().flatten().tolist()) == sorted(SLOTS[:20].tolist())
-    assert tokens.due([SLOTS[:23]]).slots.numel() == 0
+    assert sorted(tokens.quantized.nonzero().flatten().tolist()) == sorted(SLOTS[:20].tolist())
+    assert tokens.ready([SLOTS[:23]]).slots.numel() == 0
 
 
 def test_a_reused_slot_is_open_again() -> None:
     tokens = PendingTokens(GROUPED, 64)
     grow(tokens, SLOTS, [16])
     tokens.written(SLOTS[:4])
-    assert tokens.due([SLOTS[:16]]).positions.tolist() == [0, 1, 2, 3]
+    assert tokens.ready([SLOTS[:16]]).positions.tolist() == [0, 1, 2, 3]
 
 
 def test_shared_groups_are_closed_once_by_whoever_gets_there_first() -> None:
@@ -95,7 +95,7 @@ def test_shared_groups_are_closed_once_by_whoever_gets_there_first() -> None:
     b, c = (torch.cat([SLOTS[:8], SLOTS[start : start + 4]]) for start in (20, 30))
     for own in (b, c):
         tokens.written(own[8:])
-    due = tokens.due([b, c])
+    due = tokens.ready([b, c])
     assert due.positions.tolist() == [4, 5, 6, 7]
     assert torch.equal(due.slots, SLOTS[4:8])
 
@@ -106,7 +106,7 @@ def test_requests_that_part_inside_a_group_are_refused() -> None:
     other = torch.cat([SLOTS[:6], SLOTS[20:30]])
     tokens.written(other[6:])
     with pytest.raises(UnsupportedError, match="group of 4 tokens is quantized in part already"):
-        tokens.due([other])
+        tokens.ready([other])
 
 
 @pytest.mark.parametrize(
@@ -126,19 +126,19 @@ def test_units_in_which_an_engine_may_share(rule: QuantizeSchedule, unit: int, f
 def test_the_state_belongs_to_the_calibrated_prefix() -> None:
     tokens = PendingTokens(CALIBRATED, 64)
     tokens.written(SLOTS[:10])
-    first = tokens.due([SLOTS[:10]])
+    first = tokens.ready([SLOTS[:10]])
     (anchor,) = first.calibrating
     assert anchor == int(SLOTS[7])
     assert torch.equal(first.calibrating[anchor], SLOTS[:8])
     tokens.set_state(anchor, 3, "k", torch.full((2, 1), 5.0))
     sharing = torch.cat([SLOTS[:8], SLOTS[20:22]])
     tokens.written(SLOTS[20:22])
-    second = tokens.due([sharing])
+    second = tokens.ready([sharing])
     assert not second.calibrating
     assert torch.equal(tokens.state(second.anchors, 3, "k"), torch.full((2, 2, 1), 5.0))
     tokens.moved(SLOTS[50:51], SLOTS[7:8])
     assert tokens.num_states == 2
-    assert bool(tokens.closed[SLOTS[50]])
+    assert bool(tokens.quantized[SLOTS[50]])
     tokens.written(SLOTS[:10])
     assert tokens.num_states == 1
     tokens.overwritten(SLOTS[50:51])
@@ -151,4 +151,4 @@ def test_a_state_that_is_gone_while_its_tokens_are_in_use_is_refused() -> None:
     tokens.overwritten(SLOTS[7:8])
     tokens.written(SLOTS[10:11])
     with pytest.raises(UnsupportedError, match="calibration over a request's first 8 tokens is gone"):
-        tokens.due([SLOTS[:11]])
+        tokens.ready([SLOTS[:11]])

@@ -98,7 +98,7 @@ def test_tokens_fed_in_together_are_stored_and_witnessed_bit_for_bit_as_one_by_o
             [
                 *engine.stored(request, 0),
                 *engine.stored(request, 1),
-                engine.runtime.cache.storage.timing.pending.closed,
+                engine.runtime.cache.storage.timing.pending.quantized,
                 *side,
             ]
         )

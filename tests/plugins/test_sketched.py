@@ -155,17 +155,17 @@ def test_a_pass_that_failed_leaves_unknown_what_it_did_not_sketch() -> None:
     made = engine()
     a = Served(made, 1)
     made.step({a: 20})
-    runtime, rows = made.runtime, sketched_of(made.runtime).index.rows
+    runtime, find = made.runtime, sketched_of(made.runtime).index.find
 
-    sketched_of(runtime).index._used.fill_(-1)  # the next request takes the same rows
-    old = rows(a.slots[:20])
+    sketched_of(runtime).index._used.fill_(-1)  # the next request takes the same copies
+    old = find(a.slots[:20])
     b = Served(made, 2)
     runtime.begin([RequestPass(b.name, b.slots[:20], 20)], b.slots[:20])
     runtime.abandon()
-    assert rows(b.slots[:20]).sort().values.tolist() == old.sort().values.tolist()
+    assert find(b.slots[:20]).sort().values.tolist() == old.sort().values.tolist()
     q = torch.randn(4, 64).double()
     for layer in range(LAYERS):
-        assert sketched_of(runtime).store[layer].key_radius(q, rows(b.slots[:20]), 1.0, 0.0).isinf().all()
+        assert sketched_of(runtime).store[layer].key_radius(q, find(b.slots[:20]), 1.0, 0.0).isinf().all()
 
 
 def test_a_share_of_the_requests_is_sketched_whoever_is_audited() -> None:

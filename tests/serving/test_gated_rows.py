@@ -53,7 +53,7 @@ class Cache:
         )
         slots = torch.arange(SLOTS)
         self.store.write(LAYER, slots, exact_k=exact[0], exact_v=exact[1], stored_k=stored[0], stored_v=stored[1])
-        copies = ExactCopies(layers=[LAYER], num_slots=SLOTS, num_rows=SLOTS, dtype=torch.float32, **SIZES)
+        copies = ExactCopies(layers=[LAYER], num_slots=SLOTS, num_copies=SLOTS, dtype=torch.float32, **SIZES)
         copies.claim(slots)
         copies.put(LAYER, slots, *exact)
         self.pool = LayerPool(*(x.clone() for x in stored))

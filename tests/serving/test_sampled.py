@@ -24,7 +24,7 @@ def copies(rows: int, share: float = 1.0, seed: int = 0) -> SampledCopies:
     store = ExactCopies(
         layers=[LAYER],
         num_slots=SLOTS,
-        num_rows=rows,
+        num_copies=rows,
         num_kv_heads=HKV,
         head_dim=D,
         v_head_dim=D,

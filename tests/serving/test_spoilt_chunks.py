@@ -77,7 +77,7 @@ def test_repaired_rows(spoilt: str) -> None:
     )
     stored: dict[str, Any] = {"stored_k": pool.k.clone(), "stored_v": pool.v.clone()}
     store.write(LAYER, slots, exact_k=exact_k, exact_v=exact_v, **stored)
-    copies = ExactCopies(layers=[LAYER], num_slots=S, num_rows=S, dtype=torch.float32, **sizes)
+    copies = ExactCopies(layers=[LAYER], num_slots=S, num_copies=S, dtype=torch.float32, **sizes)
     copies.claim(slots)
     copies.put(LAYER, slots, exact_k, exact_v)
     repairer = BlockRepairer(Certified("tv", tau=0.01), store, copies, block_size=2, max_pagein_bytes=None)

@@ -1,16 +1,17 @@
-"""When tokens are quantized: which slots of a request still hold exact keys and values, and which are due.
+"""When tokens are quantized: which slots of a request still hold exact keys and values, and which are ready.
 
-A token is *open* while the cache holds it exactly (radius 0) and *closed* once it was quantized, which happens once and
-for all layers in the same pass. Quantizers of single tokens close every token as it is written; for the others a token
-waits until its group is complete, it is no longer among the newest, and the request's calibration is there.
+A token is *pending* while the cache holds it exactly (radius 0); it is quantized once, for all layers in the same pass.
+Quantizers of single tokens take every token as it is written; for the others a token waits until it is *ready*: its
+group is complete, it is no longer among the newest, and the request's calibration is there.
 
-Shapes: SLOTS slots of the engine's pool, M tokens due.
+Shapes: SLOTS slots of the engine's pool, M tokens ready.
 
-Sharing. What a closed group holds follows from its own tokens and, for a calibrated quantizer, from the first
+Sharing. What a quantized group holds follows from its own tokens and, for a calibrated quantizer, from the first
 `calibration_tokens` of the request. Requests may therefore share slots in whole units of `sharing_unit` tokens from the
-start: then every group, and the calibration, belongs to all of them alike, and it does not matter whose progress closes
-it. Shared slots that still are open are closed once, by the first request that gets far enough. A group some of whose
-slots are closed belongs to requests that parted inside it; there is no consistent way to quantize it, so it is refused.
+start: then every group, and the calibration, belongs to all of them alike, and it does not matter whose progress makes
+it ready. Shared slots that still are pending are quantized once, by the first request that gets far enough. A group of
+which some slots are quantized belongs to requests that parted inside it; there is no consistent way to quantize it, so
+it is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ States = dict[tuple[int, Kind], Tensor]
 
 @dataclass(frozen=True)
 class QuantizeSchedule:
-    """How many tokens of a request are closed, from its length alone."""
+    """How many tokens of a request are quantized, from its length alone."""
 
     token_group: int = 1
     recent_tokens: int = 0
@@ -42,7 +43,7 @@ class QuantizeSchedule:
 
     @property
     def immediate(self) -> bool:
-        """Whether every token is closed as it is written."""
+        """Whether every token is quantized as it is written."""
         return self == QuantizeSchedule()
 
     @property
@@ -50,8 +51,8 @@ class QuantizeSchedule:
         """Requests may share their first tokens in multiples of this."""
         return math.lcm(self.token_group, max(self.calibration_tokens, 1))
 
-    def num_closed(self, length: int) -> int:
-        """How many of the first tokens of a request of `length` tokens are closed; always whole groups."""
+    def num_quantized(self, length: int) -> int:
+        """How many of the first tokens of a request of `length` tokens are quantized; always whole groups."""
         if length < self.calibration_tokens:
             return 0
         return max(length - self.recent_tokens, 0) // self.token_group * self.token_group
@@ -60,17 +61,17 @@ class QuantizeSchedule:
         """How `new` tokens after the first `length` may be fed in: how many in each pass.
 
         As few passes as let every token read what it would read if it were written alone. A token reads those of its
-        pass as they are once all of them are written, and what more has become due by then is closed too early for it.
+        pass as they are once all of them are written, and what more is ready by then is quantized too early for it.
         """
         sizes: list[int] = []
-        waiting: int | None = None  # closed tokens of a row of this pass that also reads open ones
+        waiting: int | None = None  # quantized tokens of a row of this pass that also reads pending ones
         for count in range(length + 1, length + new + 1):
-            closed = self.num_closed(count)
-            if not sizes or waiting not in (None, closed):
+            quantized = self.num_quantized(count)
+            if not sizes or waiting not in (None, quantized):
                 sizes.append(0)
                 waiting = None
             sizes[-1] += 1
-            waiting = closed if closed < count else waiting
+            waiting = quantized if quantized < count else waiting
         return sizes
 
     def describe(self) -> str:
@@ -102,9 +103,9 @@ class QuantizeSchedule:
 
 @dataclass(frozen=True)
 class ReadyTokens:
-    """Tokens to be closed in this pass, whole groups one after the other.
+    """Tokens to be quantized in this pass, whole groups one after the other.
 
-    slots, positions [M] int64; requests [M]: the index of the request that closes each. anchors: for a calibrated
+    slots, positions [M] int64; requests [M]: the index of the request that made each ready. anchors: for a calibrated
     quantizer the slot that owns each token's state, [M], else [0].
     calibrating: anchor -> slots [calibration_tokens] of a request whose state is still to be made.
     """
@@ -125,7 +126,7 @@ class ReadyTokens:
 
 
 class PendingTokens:
-    """Which slots are closed, and the calibrated states; one per rank, for all layers.
+    """Which slots are quantized, and the calibrated states; one per rank, for all layers.
 
     The state of a request is kept under its *anchor*, the slot of its token `calibration_tokens` - 1. That slot stands
     for the tokens before it as well, so requests that share the calibrated prefix find the same state; it is dropped
@@ -134,27 +135,27 @@ class PendingTokens:
 
     def __init__(self, rule: QuantizeSchedule, num_slots: int, device: str | torch.device = "cpu") -> None:
         self.rule = rule
-        self.closed = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self.quantized = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._is_anchor = torch.zeros(num_slots, dtype=torch.bool)
         self._states: dict[int, States] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the flags; states are a few numbers per head and request."""
-        return self.closed.nbytes
+        return self.quantized.nbytes
 
     @property
     def num_states(self) -> int:
         return len(self._states)
 
     def written(self, slots: Tensor) -> None:
-        """New tokens go into `slots` [N]: they are open, and what their slots stood for is gone."""
-        self.closed[slots] = False
+        """New tokens go into `slots` [N]: they are pending, and what their slots stood for is gone."""
+        self.quantized[slots] = False
         self._drop(slots)
 
     def moved(self, target: Tensor, source: Tensor) -> None:
         """The engine copied slots `source` [N] onto `target` [N]."""
-        self.closed[target] = self.closed[source]
+        self.quantized[target] = self.quantized[source]
         states = [self._states.get(slot) for slot in source.tolist()]
         self._drop(target)
         for slot, state in zip(target.tolist(), states, strict=True):
@@ -163,14 +164,14 @@ class PendingTokens:
                 self._is_anchor[slot] = True
 
     def overwritten(self, slots: Tensor) -> None:
-        """Something unknown is in `slots` [N]: it counts as closed, nothing in it is exact."""
-        self.closed[slots] = True
+        """Something unknown is in `slots` [N]: it counts as quantized, nothing in it is exact."""
+        self.quantized[slots] = True
         self._drop(slots)
 
-    def due(self, requests: Sequence[Tensor]) -> ReadyTokens:
-        """Close what is due, given the slots [LENGTH] of each request of the pass, new tokens included.
+    def ready(self, requests: Sequence[Tensor]) -> ReadyTokens:
+        """What is ready, and quantized from now on, of requests with slots [LENGTH] each, those of new tokens included.
 
-        Raises UnsupportedError for a group that is closed in part, and for a request whose state is gone.
+        Raises UnsupportedError for a group that is quantized in part, and for a request whose state is gone.
         """
         slots: list[Tensor] = []
         positions: list[Tensor] = []
@@ -178,13 +179,13 @@ class PendingTokens:
         anchors: list[Tensor] = []
         calibrating: dict[int, Tensor] = {}
         for index, request in enumerate(requests):
-            end = self.rule.num_closed(request.numel())
-            wanted = (~self.closed[request[:end]]).nonzero().flatten()
+            end = self.rule.num_quantized(request.numel())
+            wanted = (~self.quantized[request[:end]]).nonzero().flatten()
             if not wanted.numel():
                 continue
             self._check_whole(wanted)
             mine = request[wanted]
-            self.closed[mine] = True  # at once: another request of this pass may share these slots
+            self.quantized[mine] = True  # at once: another request of this pass may share these slots
             slots.append(mine)
             positions.append(wanted)
             owners.append(torch.full_like(wanted, index))
@@ -197,7 +198,7 @@ class PendingTokens:
                     calibrating[anchor] = prefix
                     self._states[anchor] = {}
                     self._is_anchor[anchor] = True
-        none = torch.zeros(0, dtype=torch.int64, device=self.closed.device)
+        none = torch.zeros(0, dtype=torch.int64, device=self.quantized.device)
         return ReadyTokens(
             torch.cat([none, *slots]),
             torch.cat([none, *positions]),
@@ -226,7 +227,7 @@ class PendingTokens:
             self._is_anchor[slot] = False
 
     def _check_whole(self, positions: Tensor) -> None:
-        """`positions` are those of open tokens: they must be whole groups."""
+        """`positions` are those of pending tokens: they must be whole groups."""
         size = self.rule.token_group
         _, counts = torch.unique(positions // size, return_counts=True)
         if bool((counts != size).any()):

@@ -220,7 +220,7 @@ def sampled_copies(policy: Policy, geometry: Geometry, ranks: Ranks) -> SampledC
     copies = ExactCopies(
         layers=layers,
         num_slots=geometry.num_slots,
-        num_rows=meter.share_bytes // per_token,
+        num_copies=meter.share_bytes // per_token,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
         v_head_dim=geometry.v_head_dim,

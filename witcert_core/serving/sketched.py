@@ -49,7 +49,7 @@ SAME_PASS = "its prefix was computed by another request of the same pass"
 class SampledSketches(SampledTokens):
     """Sketches of the metered layers for the sample, and the bounds they allow; one per process.
 
-    store: its "slots" are the rows of the index.
+    store: its "slots" are the copies of the index.
     """
 
     prefix, no_room, evicted = PREFIX, NO_ROOM, EVICTED
@@ -61,8 +61,8 @@ class SampledSketches(SampledTokens):
         self.store = store
         self.form = form
         self._new: AttentionCall | None = None  # the sample's new tokens of the layer that attends
-        self._place = torch.zeros(index.num_rows, dtype=torch.int64)  # of a row's token in it
-        self._fresh = torch.zeros(index.num_rows, dtype=torch.bool)  # rows whose token is not sketched yet
+        self._place = torch.zeros(index.num_copies, dtype=torch.int64)  # of a copy's token in it
+        self._fresh = torch.zeros(index.num_copies, dtype=torch.bool)  # copies whose token is not sketched yet
 
     @property
     def nbytes(self) -> int:
@@ -70,9 +70,9 @@ class SampledSketches(SampledTokens):
 
     def _claim(self, slots: Tensor) -> None:
         super()._claim(slots)
-        rows = self.index.rows(slots)
-        for layer in self.store.layers:  # should the pass fail, what the rows said of other tokens must not be left
-            self.store.mark_unknown(layer, rows[rows != NO_COPY])
+        copies = self.index.find(slots)
+        for layer in self.store.layers:  # should the pass fail, what the copies said of other tokens must not be left
+            self.store.mark_unknown(layer, copies[copies != NO_COPY])
 
     def plan(self, plan: RowPlan, requests: Sequence[RequestPass]) -> tuple[RowPlan, Counter[tuple[int, str]]]:
         """The plan with rows marked whose every token has a sketch; the sample's other rows, by request and reason."""
@@ -91,23 +91,23 @@ class SampledSketches(SampledTokens):
         self._new = None
         if not self._writes or call.layer not in self.layers:
             return
-        rows = self.index.rows(call.slots)
-        kept = rows != NO_COPY
+        copies = self.index.find(call.slots)
+        kept = copies != NO_COPY
         if not bool(kept.any()):
             return
         mine = call.part(kept.to(call.slots.device))
         # Copies: engines change the tensors of a pass in place.
-        self._new = replace(mine, exact_k=_copy(mine.exact_k), exact_v=_copy(mine.exact_v), slots=rows[kept])
-        self._place[rows[kept]] = torch.arange(int(kept.sum()))
+        self._new = replace(mine, exact_k=_copy(mine.exact_k), exact_v=_copy(mine.exact_v), slots=copies[kept])
+        self._place[copies[kept]] = torch.arange(int(kept.sum()))
         self._fresh.zero_()
-        self._fresh[rows[kept]] = True
+        self._fresh[copies[kept]] = True
 
     def keep(self, call: AttentionCall, stored: ReadSlots) -> None:
         """Sketch the new tokens of one layer as they are stored; after the layer attended."""
         new, self._new = self._new, None
         if new is None:
             return
-        slots = call.slots[(self.index.rows(call.slots) != NO_COPY).to(call.slots.device)]
+        slots = call.slots[(self.index.find(call.slots) != NO_COPY).to(call.slots.device)]
         stored_k, stored_v = stored(call.layer, slots)
         self._sketch(call.layer, new.slots, (new.exact_k, new.exact_v), (stored_k, stored_v))
 
@@ -115,13 +115,15 @@ class SampledSketches(SampledTokens):
         """`slots` [N] hold `stored` in the place of `exact`, (K [N, Hkv, D], V [N, Hkv, Dv]), from now on."""
         if not self._holds or layer not in self.layers:
             return
-        rows = self.index.rows(slots)
-        kept = (rows != NO_COPY).to(slots.device)
-        self._sketch(layer, rows[rows != NO_COPY], (exact[0][kept], exact[1][kept]), (stored[0][kept], stored[1][kept]))
+        copies = self.index.find(slots)
+        kept = (copies != NO_COPY).to(slots.device)
+        self._sketch(
+            layer, copies[copies != NO_COPY], (exact[0][kept], exact[1][kept]), (stored[0][kept], stored[1][kept])
+        )
 
-    def _sketch(self, layer: int, rows: Tensor, exact: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> None:
+    def _sketch(self, layer: int, copies: Tensor, exact: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> None:
         exact_k, exact_v, stored_k, stored_v = (_copy(x) for x in (*exact, *stored))
-        self.store.write(layer, rows, exact_k=exact_k, exact_v=exact_v, stored_k=stored_k, stored_v=stored_v)
+        self.store.write(layer, copies, exact_k=exact_k, exact_v=exact_v, stored_k=stored_k, stored_v=stored_v)
 
     def bound(
         self,
@@ -144,13 +146,13 @@ class SampledSketches(SampledTokens):
     ) -> Summed:
         """Of the row q [H, D] that read these keys and values in `slots` [S]."""
         k, v = read
-        rows = self.index.rows(slots)
-        fresh = self._fresh[rows]
+        copies = self.index.find(slots)
+        fresh = self._fresh[copies]
         if self._new is not None and bool(fresh.any()):
-            place, here = self._place[rows[fresh]], fresh.to(k.device)
+            place, here = self._place[copies[fresh]], fresh.to(k.device)
             exact = self._new.exact_k[place], self._new.exact_v[place]
-            self._sketch(how.layer, rows[fresh], exact, (k[here], v[here]))
-            self._fresh[rows[fresh]] = False
+            self._sketch(how.layer, copies[fresh], exact, (k[here], v[here]))
+            self._fresh[copies[fresh]] = False
 
         by_slot = format_error
         by_place = None if by_slot is None else lambda row, places: by_slot(row, slots[places])
@@ -159,7 +161,7 @@ class SampledSketches(SampledTokens):
             lambda places: (k[places], v[places]),
             [torch.arange(slots.numel(), device=k.device)],
             spec=how.spec,
-            radii=self.store[how.layer].at(rows, k.device),
+            radii=self.store[how.layer].at(copies, k.device),
             delta_loc=[0.0],
             form=self.form,
             format_error=by_place,
@@ -179,11 +181,11 @@ def sampled_sketches(policy: Policy, quantizer: Quantizer, geometry: Geometry, r
     layers = meter.layers_of(geometry.layers)
     count = choose_bands(quantizer, geometry.rotary, geometry.v_head_dim, SHARE_SKETCH_BITS, meter.bands)
 
-    def store(rows: int) -> WitnessStore:
+    def store(copies: int) -> WitnessStore:
         return WitnessStore(
             quantizer=quantizer,
             layers=layers,
-            num_slots=rows,
+            num_slots=copies,
             num_kv_heads=geometry.num_kv_heads,
             head_dim=geometry.head_dim,
             v_head_dim=geometry.v_head_dim,
@@ -200,4 +202,4 @@ def sampled_sketches(policy: Policy, quantizer: Quantizer, geometry: Geometry, r
         )
     index = CopyIndex(geometry.num_slots, meter.share_bytes // per_token)
     sample = RequestSample(meter.sketch_share, share_seed(policy, ranks), STREAM)
-    return SampledSketches(sample, index, store(index.num_rows), layers, meter.form)
+    return SampledSketches(sample, index, store(index.num_copies), layers, meter.form)

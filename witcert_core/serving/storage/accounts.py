@@ -99,7 +99,7 @@ def copies_status(kept: Sequence[ExactCopies]) -> dict[str, int]:
     """Memory of exact copies for repairs, for the banner."""
     return {
         "bytes_copies": sum(copies.nbytes for copies in kept),
-        "copy_slots": sum(copies.num_rows for copies in kept),
+        "copy_slots": sum(copies.num_copies for copies in kept),
     }
 
 
@@ -128,7 +128,7 @@ def exact_copies(policy: Policy, geometry: Geometry) -> ExactCopies:
     return ExactCopies(
         layers=geometry.layers,
         num_slots=geometry.num_slots,
-        num_rows=geometry.num_slots if limit is None else limit // per_slot,
+        num_copies=geometry.num_slots if limit is None else limit // per_slot,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
         v_head_dim=geometry.v_head_dim,
