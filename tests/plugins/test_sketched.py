@@ -11,7 +11,7 @@ from plugin_serving import LAYERS, MiniEngine, Served, play, sampling_engine, sk
 
 from witcert_core.report.prometheus import Metrics
 from witcert_core.report.text import render_sentence
-from witcert_core.serving.banner import banner
+from witcert_core.serving.banner import banner_text
 from witcert_core.serving.passes import RequestPass
 from witcert_core.serving.sketched import EVICTED, NO_ROOM, PREFIX, SAME_PASS
 
@@ -190,7 +190,7 @@ def test_metrics_text_and_banner_show_the_bounds_and_what_is_missing() -> None:
     size = token_bytes(engine())
     registry = CollectorRegistry()
     made = engine(meter={"sketch_share": 1.0, "audit_share": 1.0, "share_bytes": 45 * size})
-    assert f"45 tokens at a time ({45 * size / 1024:.1f} KiB of 8-bit sketches" in banner(
+    assert f"45 tokens at a time ({45 * size / 1024:.1f} KiB of 8-bit sketches" in banner_text(
         made.runtime, answers="here", metrics="there"
     )
     made.runtime.ledger._metrics = Metrics(registry)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from witcert_core import serving
+
 ROOT = Path(__file__).parents[2]
 FLOORS = (
     ("_torch", "errors"),
@@ -108,3 +110,34 @@ def test_a_plugin_imports_the_public_surface_and_its_own(path: Path) -> None:
     ours = {other for other in imported(path, known) if other.startswith("witcert_")}
     assert {other.split(".")[0] for other in ours} <= {"witcert_core", own}
     assert {other for other in ours if other.startswith("witcert_core")} <= {"witcert_core"}
+
+
+DOOR = ROOT / "witcert_core" / "serving" / "__init__.py"
+
+
+@pytest.mark.parametrize("package", ["witcert_sglang", "witcert_vllm"])
+def test_an_adapter_comes_in_by_one_door(package: str) -> None:
+    """`witcert_core.serving` (its names, and its module of HTTP), the public surface and the errors."""
+    core = modules("witcert_core") | {"witcert_core": DOOR}
+    allowed = {"witcert_core", "witcert_core.errors", "witcert_core.serving", "witcert_core.serving.http"}
+    past = [
+        f"{name} imports {other}"
+        for name, path in modules(package).items()
+        for other in imported(path, core)
+        if other.startswith("witcert_core") and other not in allowed
+    ]
+    assert not past, "\n".join(past)
+
+
+def test_the_door_tells_the_type_checker_what_it_finds() -> None:
+    shown = {
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(DOOR.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("witcert_core")
+        for alias in node.names
+    }
+    assert shown == {(module, name) for module, names in serving._HOMES.items() for name in names}
+    assert all(hasattr(serving, name) for _, name in shown)
+    assert len({name for _, name in shown}) == len(shown)
+    with pytest.raises(AttributeError, match="has no attribute 'Runtimes'"):
+        _ = serving.Runtimes

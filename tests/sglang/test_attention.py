@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.serving.banner import banner
+from witcert_core.serving.banner import banner_text
 
 pytestmark = pytest.mark.sglang
 
@@ -262,6 +262,6 @@ def test_a_prompts_last_token_alone_is_no_generated_one(prefill_reads: str) -> N
 def test_the_banner_has_a_line_for_what_an_engine_has_to_say() -> None:
     """vLLM on a GPU: that no kernel is reached there."""
     runtime = Engine("fp8_e4m3_cast").runtime
-    said = banner(runtime, answers="answers", metrics="/metrics", note="no kernel is reached").splitlines()
+    said = banner_text(runtime, answers="answers", metrics="/metrics", note="no kernel is reached").splitlines()
     assert "  note                : no kernel is reached" in said
-    assert not any("note  " in line for line in banner(runtime, answers="a", metrics="m").splitlines())
+    assert not any("note  " in line for line in banner_text(runtime, answers="a", metrics="m").splitlines())

@@ -10,7 +10,7 @@ from witcert_core.report.text import format_bytes
 from witcert_core.serving.runtime import Runtime
 
 
-def banner(runtime: Runtime, *, answers: str, metrics: str, note: str = "") -> str:
+def banner_text(runtime: Runtime, *, answers: str, metrics: str, note: str = "") -> str:
     """Several lines for the server's log.
 
     answers: where an answer carries its summary; metrics: where Prometheus finds them, or what is missing. note: what

@@ -17,7 +17,7 @@ def load() -> None:
     if not path:
         return
     try:
-        from witcert_core.serving.startup import install_adapter
+        from witcert_core.serving import install_adapter
         from witcert_sglang.adapter import ADAPTER
     except Exception as error:
         raise SystemExit(f"witcert: {type(error).__name__}: {error}") from error

@@ -1,6 +1,6 @@
 """What this adapter is called, and the SGLang that it was tested with. Importable without SGLang."""
 
-from witcert_core.serving.startup import Adapter
+from witcert_core.serving import Adapter
 
 ADAPTER = Adapter(
     engine="SGLang",

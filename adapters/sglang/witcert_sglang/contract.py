@@ -6,7 +6,7 @@ functions that are called, classes that are derived from, attributes that are re
 
 from __future__ import annotations
 
-from witcert_core.serving.contract import Members, Signature
+from witcert_core.serving import Members, Signature
 from witcert_sglang.refusals.server import OPTIONS
 
 _SRT = "sglang.srt"

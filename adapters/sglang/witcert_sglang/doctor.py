@@ -13,23 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from witcert_core import Policy
 from witcert_core.errors import WitCertError
-from witcert_core.policy.model import Policy
-from witcert_core.serving.contract import Signature, broken
-from witcert_core.serving.doctor import (
+from witcert_core.serving import (
     Finding,
+    Signature,
+    broken,
     checked,
     coverage,
     private_names,
+    refuse,
     refused,
     sharing,
     switched_on,
     unreadable,
+    unreadable_errors,
     verdict,
     versions,
 )
-from witcert_core.serving.models.served import unreadable_errors
-from witcert_core.serving.refusals import refuse
 from witcert_sglang.adapter import ADAPTER
 from witcert_sglang.refusals.model import ROWS, SglangModel
 from witcert_sglang.refusals.server import SHARING_FLAGS, check_model_path

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from witcert_core.quantizers.rotary import RotarySpec
-from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.ranks import Ranks
+from witcert_core import RotarySpec
+from witcert_core.serving import Geometry, Ranks
 
 
 def read_geometry(runner: Any, backend: Any, rank: int = 0, num_ranks: int = 1, own: bool = False) -> Geometry:

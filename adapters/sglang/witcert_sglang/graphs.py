@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.serving.device.graphs import CapturedDecode
-from witcert_core.serving.forward import Pass
-from witcert_core.serving.passes import RequestPass
+from witcert_core.serving import CapturedDecode, Pass, RequestPass
 
 
 class DecodeGraphs:

@@ -13,9 +13,8 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from witcert_core.policy.model import Policy
-from witcert_core.serving import http
-from witcert_core.serving.http import META_KEY, Answer, SummaryStore
+from witcert_core import Policy
+from witcert_core.serving import META_KEY, Answer, SummaryStore, http
 from witcert_sglang.hooks import Hook
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"

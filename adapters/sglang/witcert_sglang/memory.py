@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from witcert_core.cache import capacity
-from witcert_core.cache.schedule import QuantizeSchedule
-from witcert_core.policy.model import Policy
-from witcert_core.quantizers.base import Quantizer
-from witcert_core.quantizers.layout import KVLayout
-from witcert_core.quantizers.rotary import RotarySpec
+from witcert_core import Policy, Quantizer, RotarySpec
+from witcert_core.serving import KVLayout, QuantizeSchedule, capacity
 from witcert_sglang.geometry import rotary_dim
 
 

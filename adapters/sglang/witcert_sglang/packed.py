@@ -12,9 +12,8 @@ import torch
 from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import KVCacheQuantMethodBase
 from torch import Tensor
 
-from witcert_core.cache.packed import PackedLayer
-from witcert_core.quantizers.base import Quantizer
-from witcert_core.quantizers.layout import KVLayout
+from witcert_core import Quantizer
+from witcert_core.serving import KVLayout, PackedLayer
 
 
 class PackedMethod(KVCacheQuantMethodBase):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-from witcert_core.policy.model import Policy, load_policy
+from witcert_core import Policy, load_policy
 from witcert_sglang import http, packed
 from witcert_sglang.backend import metered_factory, no_fused_write
 from witcert_sglang.hooks import Hook, register

@@ -14,9 +14,7 @@ from typing import Any
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from torch import Tensor
 
-from witcert_core.serving.http import META_KEY
-from witcert_core.serving.runtime import Runtime
-from witcert_core.serving.steps import StepCells
+from witcert_core.serving import META_KEY, Runtime, StepCells
 
 HEALTH_CHECK = "HEALTH_CHECK"  # how SGLang's own probes begin their request ids
 

@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from witcert_core import AttentionSpec, Policy
 from witcert_core.errors import UnsupportedError
-from witcert_core.meter.attention import AttentionSpec
-from witcert_core.policy.model import Policy
-from witcert_core.report.prometheus import Metrics
-from witcert_core.serving.build import Buffers
-from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.device.graphs import CapturedDecode
-from witcert_core.serving.encoder import Tables
-from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.passes import RequestPass
-from witcert_core.serving.ranks import Ranks
-from witcert_core.serving.runtime import Runtime
-from witcert_core.serving.steps import StepCells
-from witcert_core.serving.storage.packed import PackedStorage
+from witcert_core.serving import (
+    AttentionCall,
+    Buffers,
+    CapturedDecode,
+    Geometry,
+    Metrics,
+    PackedStorage,
+    Ranks,
+    RequestPass,
+    Runtime,
+    StepCells,
+    Tables,
+)
 from witcert_sglang import windows
 from witcert_sglang.graphs import DecodeGraphs, requests_on_device, will_replay
 from witcert_sglang.packed import packed_layers

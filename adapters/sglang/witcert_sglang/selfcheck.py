@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from witcert_core import AttentionSpec
 from witcert_core.errors import UnsupportedError
-from witcert_core.meter.attention import AttentionSpec
-from witcert_core.meter.audit import output_excess
+from witcert_core.serving import output_excess
 from witcert_sglang import windows
 
 CHECKED = ("TorchNativeAttnBackend", "TritonAttnBackend")

@@ -8,13 +8,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from witcert_core import Policy
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy.model import Policy
-from witcert_core.report.jsonl import check_writable
-from witcert_core.serving.doctor import unreadable
-from witcert_core.serving.models.served import check_served, unreadable_errors
-from witcert_core.serving.refusals import refuse
-from witcert_core.serving.startup import refuse_on_error
+from witcert_core.serving import check_served, check_writable, refuse, refuse_on_error, unreadable, unreadable_errors
 from witcert_sglang import http
 from witcert_sglang.refusals.model import ARCH_ROWS, ROWS, SglangModel
 from witcert_sglang.refusals.server import Server, check_model_path, check_options, check_port

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.meter.kernel_error import KernelArithmetic
-from witcert_core.serving.refusals import Refusal, refuse
+from witcert_core.serving import KernelArithmetic, Refusal, refuse
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from witcert_core.policy.model import Policy
-from witcert_core.report.prometheus import Metrics
-from witcert_core.serving.banner import banner
-from witcert_core.serving.refusals import refuse
-from witcert_core.serving.rotary import rotary_tables
-from witcert_core.serving.startup import refuse_on_error
+from witcert_core import Policy
+from witcert_core.serving import Metrics, banner_text, refuse, refuse_on_error, rotary_tables
 from witcert_sglang import windows
 from witcert_sglang.geometry import attention_ranks, read_geometry, rotary_modules
 from witcert_sglang.memory import packed_bytes_per_token, side_bytes_per_token
@@ -122,7 +118,7 @@ class SchedulerProcess:
         if runtime.ranks.reports:
             on = "PROMETHEUS_MULTIPROC_DIR" in os.environ
             metrics = "/metrics" if on else "no /metrics: start the server with --enable-metrics"
-            print(banner(runtime, answers='meta_info["witcert"]', metrics=metrics), file=sys.stderr, flush=True)
+            print(banner_text(runtime, answers='meta_info["witcert"]', metrics=metrics), file=sys.stderr, flush=True)
         return {**result, "witcert": runtime.status()}
 
     def live_runtime(self) -> SglangRuntime:

@@ -1,6 +1,6 @@
 """What this adapter is called, and the vLLM that it was tested with. Importable without vLLM."""
 
-from witcert_core.serving.startup import Adapter
+from witcert_core.serving import Adapter
 
 ADAPTER = Adapter(
     engine="vLLM",

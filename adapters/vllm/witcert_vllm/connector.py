@@ -19,9 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.report.ledger import make_ledger
-from witcert_core.serving.http import META_KEY
-from witcert_core.serving.steps import StepCells
+from witcert_core.serving import META_KEY, StepCells, make_ledger
 from witcert_vllm import process
 from witcert_vllm.geometry import layer_ids, total_qo_heads
 from witcert_vllm.installation import current

@@ -6,7 +6,7 @@ are called, classes that are derived from, attributes that are read. `witcert do
 
 from __future__ import annotations
 
-from witcert_core.serving.contract import Members, Signature
+from witcert_core.serving import Members, Signature
 from witcert_vllm.backend import BUILD, FORWARD, WRITE
 from witcert_vllm.refusals.server import OPTIONS
 

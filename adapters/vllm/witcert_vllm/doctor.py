@@ -8,20 +8,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from witcert_core.policy.model import Policy
-from witcert_core.serving.contract import Signature, broken
-from witcert_core.serving.doctor import (
+from witcert_core import Policy
+from witcert_core.serving import (
     Finding,
+    Signature,
+    broken,
     coverage,
     private_names,
     refused,
     sharing,
     switched_on,
     unreadable,
+    unreadable_errors,
     verdict,
     versions,
 )
-from witcert_core.serving.models.served import unreadable_errors
 from witcert_vllm.adapter import ADAPTER
 from witcert_vllm.refusals.model import ROWS, VllmModel, untried_device
 from witcert_vllm.refusals.server import SHARING_FLAGS

@@ -7,9 +7,8 @@ from typing import Any
 
 from vllm.model_executor.models.utils import extract_layer_index
 
-from witcert_core.quantizers.rotary import RotarySpec
-from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.ranks import Ranks
+from witcert_core import RotarySpec
+from witcert_core.serving import Geometry, Ranks
 from witcert_vllm.backend import described
 
 

@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 
 from fastapi import Depends, HTTPException, Request
 
-from witcert_core.serving import http
-from witcert_core.serving.http import META_KEY, Answer, Shared, SummaryStore
+from witcert_core.serving import META_KEY, Answer, Shared, SummaryStore, http
 
 _METADATA = "request_metadata"  # where vLLM's handlers leave it
 _ANSWER = "witcert_answer"

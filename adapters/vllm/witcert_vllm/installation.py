@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from witcert_core import Policy, load_policy
 from witcert_core.errors import UnsupportedError
-from witcert_core.policy.model import Policy, load_policy
 
 _current: Policy | None = None
 

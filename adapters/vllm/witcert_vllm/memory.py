@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from witcert_core.cache import capacity
-from witcert_core.cache.schedule import QuantizeSchedule
-from witcert_core.policy.model import Policy
-from witcert_core.quantizers.rotary import RotarySpec
+from witcert_core import Policy, RotarySpec
+from witcert_core.serving import QuantizeSchedule, capacity
 from witcert_vllm.geometry import rotary_dim
 
 

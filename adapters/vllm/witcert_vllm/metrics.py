@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from witcert_core.report.counts import Observed
-from witcert_core.report.prometheus import Metrics
-from witcert_core.report.sample import BoundedBySketches, Compared
+from witcert_core.serving import BoundedBySketches, Compared, Metrics, Observed
 from witcert_vllm import http
 
 

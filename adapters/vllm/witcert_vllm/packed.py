@@ -14,10 +14,9 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from witcert_core.cache.packed import PackedLayer
+from witcert_core import Quantizer
 from witcert_core.errors import UnsupportedError
-from witcert_core.quantizers.base import Quantizer
-from witcert_core.quantizers.layout import KVLayout
+from witcert_core.serving import KVLayout, PackedLayer
 
 
 def layout_of(quantizer: Quantizer, head_dim: int) -> KVLayout:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from witcert_core.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from witcert_core.serving.steps import StepCells
+    from witcert_core.serving import StepCells
     from witcert_vllm.runtime import VllmRuntime
 
 _runtime: VllmRuntime | None = None

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from witcert_core import AttentionSpec
 from witcert_core.errors import UnsupportedError
-from witcert_core.meter.attention import AttentionSpec
-from witcert_core.meter.kernel_error import KernelArithmetic
-from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.passes import RequestPass
-from witcert_core.serving.runtime import Runtime
+from witcert_core.serving import AttentionCall, KernelArithmetic, RequestPass, Runtime
 
 
 class VllmRuntime(Runtime):

@@ -14,9 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.report.claims import AFTER_ITS_ANSWER
-from witcert_core.serving.http import META_KEY
-from witcert_core.serving.steps import StepCells
+from witcert_core.serving import AFTER_ITS_ANSWER, META_KEY, StepCells
 from witcert_vllm.connector import StepMetadata, WitCertConnector
 
 

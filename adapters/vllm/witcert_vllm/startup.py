@@ -7,11 +7,9 @@ from typing import Any
 
 from vllm.config.kv_transfer import KVTransferConfig
 
+from witcert_core import Policy
 from witcert_core.errors import WitCertError
-from witcert_core.policy.model import Policy
-from witcert_core.report.jsonl import check_writable
-from witcert_core.serving.models.served import check_served
-from witcert_core.serving.startup import in_one_line, refuse_on_error
+from witcert_core.serving import check_served, check_writable, in_one_line, refuse_on_error
 from witcert_vllm.backend import STOCK, take_over
 from witcert_vllm.installation import current
 from witcert_vllm.refusals.model import ROWS, VllmModel

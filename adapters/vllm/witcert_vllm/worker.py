@@ -14,13 +14,9 @@ import vllm
 from vllm.v1.worker.worker_base import WorkerBase
 
 import witcert_core
+from witcert_core import Policy
 from witcert_core.errors import UnsupportedError, WitCertError
-from witcert_core.policy.model import Policy
-from witcert_core.serving.banner import banner
-from witcert_core.serving.build import Buffers
-from witcert_core.serving.refusals import refuse
-from witcert_core.serving.rotary import rotary_tables
-from witcert_core.serving.startup import in_one_line
+from witcert_core.serving import Buffers, banner_text, in_one_line, refuse, rotary_tables
 from witcert_vllm import process
 from witcert_vllm.backend import described, is_stock, take_over
 from witcert_vllm.geometry import layer_ids, read_geometry, rotary_modules, tensor_ranks
@@ -89,7 +85,7 @@ class MeteredWorker(WorkerBase):
         process.set_runtime(runtime)
         if runtime.ranks.reports:
             print(
-                banner(
+                banner_text(
                     runtime,
                     answers="kv_transfer_params.witcert",
                     metrics="/metrics",

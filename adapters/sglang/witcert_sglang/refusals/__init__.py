@@ -1,7 +1,6 @@
 """What this adapter refuses: the tables of `docs/limits.md`. Importable without SGLang."""
 
-from witcert_core.serving.models.served import OUTLIER_ROWS
-from witcert_core.serving.refusals import CACHE_ROWS, Section
+from witcert_core.serving import CACHE_ROWS, OUTLIER_ROWS, Section
 from witcert_sglang import windows
 from witcert_sglang.adapter import ADAPTER
 from witcert_sglang.refusals.model import ROWS as MODEL_ROWS

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from witcert_core.serving.models.kinds import KINDS
-from witcert_core.serving.models.served import KIND_ROWS, SIZE_ROWS, ServedModel
-from witcert_core.serving.refusals import Refusal
+from witcert_core.serving import KIND_ROWS, KINDS, SIZE_ROWS, Refusal, ServedModel
 
 
 @dataclass(frozen=True)

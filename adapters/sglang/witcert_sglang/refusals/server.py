@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from witcert_core.kernels.host.dispatch import interpreting
-from witcert_core.policy.model import Policy
-from witcert_core.serving.refusals import UNSET, Option, Refusal, refuse, split_groups
+from witcert_core import Policy
+from witcert_core.serving import UNSET, Option, Refusal, interpreting, refuse, split_groups
 
 BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 CPU_BACKENDS = BACKENDS[:2]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from witcert_core.policy.model import Policy
-from witcert_core.serving.refusals import Refusal, refuse
+from witcert_core import Policy
+from witcert_core.serving import Refusal, refuse
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """What this adapter refuses: the tables of `docs/limits.md`. Importable without vLLM."""
 
-from witcert_core.serving.models.served import OUTLIER_ROWS
-from witcert_core.serving.refusals import CACHE_ROWS as CORE_CACHE_ROWS
-from witcert_core.serving.refusals import Section
+from witcert_core.serving import CACHE_ROWS as CORE_CACHE_ROWS
+from witcert_core.serving import OUTLIER_ROWS, Section
 from witcert_vllm.adapter import ADAPTER
 from witcert_vllm.refusals.model import ROWS as MODEL_ROWS
 from witcert_vllm.refusals.server import CACHE_ROWS, CONFIG_ROWS, ENGINE_ROWS, RESOLVED_ROWS, SERVER_ROWS

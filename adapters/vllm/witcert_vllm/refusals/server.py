@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from witcert_core.policy.model import Policy
-from witcert_core.serving.refusals import UNSET, Option, Refusal, refuse, split_groups
+from witcert_core import Policy
+from witcert_core.serving import UNSET, Option, Refusal, refuse, split_groups
 from witcert_vllm.pool import FLOAT8, PER_TOKEN_HEAD
 
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "CUSTOM")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from witcert_core.serving.refusals import Refusal, refuse
+from witcert_core.serving import Refusal, refuse
 from witcert_vllm.refusals.server import BACKENDS
 
 RUNNER: Refusal[Any] = Refusal(
