@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from witcert_core.cache.exact_copies import ExactCopies
@@ -31,6 +31,7 @@ def tokens(stamp: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return base[:, None, None].expand(count, HKV, D), -base[:, None, None].expand(count, HKV, D + 1)
 
 
+@settings(deadline=None)
 @given(
     rows=st.integers(1, SLOTS + 3),
     writes=st.lists(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=6, unique=True), max_size=20),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from witcert_core import Policy, PolicyError, load_policy
@@ -266,6 +266,7 @@ def test_layer_lists(written: str, layers: tuple[int, ...] | None) -> None:
     assert parse_policy(data).quantizer.layers == layers
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 40), min_size=1))
 def test_layer_ids_and_their_ranges_agree(layers: set[int]) -> None:
     runs = [[layer, layer] for layer in sorted(layers)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -273,6 +273,7 @@ def test_a_finished_id_may_be_used_again() -> None:
         planner.forget("r")
 
 
+@settings(deadline=None)
 @given(st.sets(st.text(), max_size=40), st.text())
 def test_what_was_forgotten_is_never_counted_too_low(ids: set[str], other: str) -> None:
     kept = Forgotten()
