@@ -13,8 +13,6 @@ CORE = Path(__file__).parents[2] / "witcert_core"
 SHAPE = re.compile(r"\[(?:\.\.\.|[A-Z0-9])[^\]]*\]")
 ELSEWHERE = re.compile(r"(?:As|as|As in|Part of|see) (?::\w+:)?`[^`]+`")
 """A method may point to the one that says it: the protocol it implements, or its sibling."""
-STILL_SILENT = ("serving/runtime.py", "serving/storage/", "serving/device/", "evaluate/offline/")
-"""Rooms of which not every function says its shapes yet."""
 
 
 def tensor_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -39,11 +37,7 @@ def is_host_code(path: Path) -> bool:
     return path.name != "triton.py" and path.parent != CORE / "kernels" / "device"
 
 
-MODULES = [
-    path
-    for path in sorted(CORE.rglob("*.py"))
-    if is_host_code(path) and not str(path.relative_to(CORE)).startswith(STILL_SILENT)
-]
+MODULES = [path for path in sorted(CORE.rglob("*.py")) if is_host_code(path)]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(CORE)))

@@ -152,7 +152,10 @@ def given_mask(given: Mapping[str, Any], batch: Batch, columns: int) -> Tensor:
 
 
 def check_positions(given: Mapping[str, Any], real: Tensor, batch: Batch, pre_rope: bool) -> None:
-    """UnsupportedError for positions that do not rise (several texts in a row), or are no places where these matter."""
+    """UnsupportedError for positions that do not rise (several texts in a row), or are no places where these matter.
+
+    real bool [B, N]: which of the new places hold a token.
+    """
     positions = given.get("position_ids")
     if positions is None:
         positions = torch.arange(batch.past, batch.past + real.shape[1])[None]

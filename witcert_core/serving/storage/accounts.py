@@ -47,17 +47,18 @@ class Accounts:
         self.copies: Sequence[ExactCopies] = [] if copies is None else [copies]
 
     def begin_pass(self, slots: Tensor) -> None:
+        """A pass is about to write into `slots` [N]: their exact copies for repairs are void."""
         for copies in self.copies:
             copies.claim(slots)
 
     def moved(self, target: Tensor, source: Tensor) -> None:
-        """The engine copied rows of the pool; their side tensors follow, exact copies for repairs do not."""
+        """The engine copied `source` [N] onto `target` [N]: side tensors follow, exact copies for repairs do not."""
         self.store.move(target, source)
         for copies in self.copies:
             copies.drop(target)
 
     def overwritten(self, slots: Tensor) -> None:
-        """The engine wrote `slots` from elsewhere: nothing is known about them any more."""
+        """The engine wrote `slots` [N] from elsewhere: nothing is known about them any more."""
         for layer in self.store.layers:
             self.store.mark_unknown(layer, slots)
         for copies in self.copies:

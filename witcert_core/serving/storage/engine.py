@@ -44,10 +44,11 @@ class EngineStorage:
     def begin_pass(self, now: Pass) -> None: ...
 
     def moved(self, target: Tensor, source: Tensor) -> None:
-        """The engine copied rows; whether their scales went along is not known."""
+        """The engine copied slots onto `target` [N]; whether their scales went along is not known."""
         self.overwritten(target)
 
     def overwritten(self, slots: Tensor) -> None:
+        """Nothing is known about `slots` [N] any more."""
         self.accounts.overwritten(slots)
 
     @contextmanager
@@ -62,6 +63,7 @@ class EngineStorage:
         yield Attended(call, out, heads, rows, self.store.exact_k.get(call.layer))
 
     def stored(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [N, Hkv, D] and values [N, Hkv, Dv] that attention reads in `slots` [N] from now on."""
         return self.pool.read(layer, slots)
 
     def status(self) -> dict[str, int]:

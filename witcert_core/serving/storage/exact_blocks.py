@@ -48,7 +48,7 @@ class RepairedCache:
         return RepairedLayer(self, layer, slice(None))
 
     def begin_pass(self, slots: Tensor) -> None:
-        """New tokens are about to be written into `slots`: their former repairs and copies are void."""
+        """New tokens are about to be written into `slots` [N]: their former repairs and copies are void."""
         for restored in self._restored.values():
             restored[slots] = False
         self.copies.claim(slots)
@@ -70,6 +70,7 @@ class RepairedCache:
         return found if self._own is None else found | (self._own.place[slots] >= 0)[:, None]
 
     def mark(self, layer: int, slots: Tensor, heads: slice) -> None:
+        """The `heads` of `slots` [N] are read from their exact copies from now on."""
         self._restored[layer][slots, heads] = True
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +92,7 @@ class RepairedCache:
         raise NotImplementedError("a packed cache is written as codes")
 
     def restore(self, layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:
-        """From now on `slots` of this head are read from their exact copies, which is what k and v are."""
+        """From now on `slots` [N] of this head are read from their exact copies, which is what k and v are."""
         self.mark(layer, slots, slice(head, head + 1))
 
 
@@ -110,21 +111,25 @@ class RepairedLayer:
         return RepairedLayer(self.owner, self.layer, slice(kv_head, kv_head + 1))
 
     def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
+        """Part of `Radii`."""
         radius = self._codes().key_radius(q, slots, sm_scale, delta_loc)
         exact = self.exact_heads(slots)
         return radius.masked_fill(exact.T.repeat_interleave(len(q) // exact.shape[1], 0), 0.0)
 
     def value_radius(self, slots: Tensor) -> Tensor:
+        """Part of `Radii`."""
         return self._codes().value_radius(slots).masked_fill(self.exact_heads(slots), 0.0)
 
     def residuals(self, slots: Tensor) -> None:
-        """Codes bound their own residual, so nothing estimates it."""
+        """None for any `slots` [S]: codes bound their own residual, so nothing estimates it."""
         return None
 
     def is_exact(self, slots: Tensor) -> Tensor:
+        """bool [S]: whether every head here of `slots` [S] is exact."""
         return self.exact_heads(slots).all(1)
 
     def mark_exact(self, slots: Tensor) -> None:
+        """Part of `SlotErrors`."""
         self.owner.mark(self.layer, slots, self.heads)
 
     def exact_heads(self, slots: Tensor) -> Tensor:

@@ -31,16 +31,19 @@ class PlacedRadii:
     unknown: Tensor | None = None
 
     def key_radius(self, q: Tensor, slots: Tensor, sm_scale: float, delta_loc: float) -> Tensor:
+        """Part of `Radii`, by place."""
         radius = self.inner.key_radius(q, self.slots[slots], sm_scale, delta_loc)
         radius = radius if self.exact is None else radius.masked_fill(self.exact[slots], 0.0)
         return radius if self.unknown is None else radius.masked_fill(self.unknown[slots], float("inf"))
 
     def value_radius(self, slots: Tensor) -> Tensor:
+        """Part of `Radii`, by place."""
         radius = self.inner.value_radius(self.slots[slots])
         radius = radius if self.exact is None else radius.masked_fill(self.exact[slots, None], 0.0)
         return radius if self.unknown is None else radius.masked_fill(self.unknown[slots, None], float("inf"))
 
     def residuals(self, slots: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Part of `Radii`, by place."""
         found = self.inner.residuals(self.slots[slots])
         if found is None or self.exact is None:
             return found
@@ -48,6 +51,7 @@ class PlacedRadii:
         return found[0].masked_fill(exact, 0.0), found[1].masked_fill(exact, 0.0)
 
     def exact_heads(self, slots: Tensor) -> Tensor:
+        """Part of `Radii`, by place."""
         heads = self.inner.exact_heads(self.slots[slots])
         heads = heads if self.exact is None else heads | self.exact[slots, None]
         return heads if self.unknown is None else heads & ~self.unknown[slots, None]
@@ -73,7 +77,7 @@ class Gathered:
         return RowTokens(seen, self.read, self.radii, kept, [self._knows(mine) for mine in seen], format_error)
 
     def read(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values by place."""
+        """Keys [S, Hkv, D] and values [S, Hkv, Dv] by place [S]."""
         return self.k.index_select(0, places), self.v.index_select(0, places)
 
     def _knows(self, places: Tensor) -> bool:

@@ -82,13 +82,13 @@ class PackedStorage:
             self.repaired.begin_pass(now.slots)
 
     def moved(self, target: Tensor, source: Tensor) -> None:
-        """Engines copy codes without their scales and rows."""
+        """Refused for any slots [N]: engines copy codes without their scales and rows."""
         raise UnsupportedError(
             "the engine copied rows of the packed pool without their scales; what they hold is unknown"
         )
 
     def overwritten(self, slots: Tensor) -> None:
-        """Engines restore codes without their scales and rows."""
+        """Refused for any `slots` [N]: engines restore codes without their scales and rows."""
         raise UnsupportedError(
             "the engine restored rows of the packed pool without their scales; what they hold is unknown"
         )

@@ -54,10 +54,12 @@ class SimulatedStorage:
         self.accounts.begin_pass(now.slots)
 
     def moved(self, target: Tensor, source: Tensor) -> None:
+        """The engine copied slots `source` [N] onto `target` [N]."""
         self.accounts.moved(target, source)
         self.timing.moved(target, source)
 
     def overwritten(self, slots: Tensor) -> None:
+        """The engine wrote `slots` [N] from elsewhere."""
         self.accounts.overwritten(slots)
         self.timing.overwritten(slots)
 
@@ -70,6 +72,7 @@ class SimulatedStorage:
             yield Attended(call, out, heads, rows, self.store.exact_k.get(call.layer))
 
     def stored(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [N, Hkv, D] and values [N, Hkv, Dv] that attention reads in `slots` [N] from now on."""
         return self.pool.read(layer, slots)
 
     def status(self) -> dict[str, int]:

@@ -34,9 +34,11 @@ class AtOnce:
 
     def begin_pass(self, now: Pass) -> None: ...
 
-    def moved(self, target: Tensor, source: Tensor) -> None: ...
+    def moved(self, target: Tensor, source: Tensor) -> None:
+        """As in `Later.moved`: nothing is pending."""
 
-    def overwritten(self, slots: Tensor) -> None: ...
+    def overwritten(self, slots: Tensor) -> None:
+        """As in `Later.overwritten`: nothing is pending."""
 
     @contextmanager
     def attending(self, call: AttentionCall, now: Pass) -> Iterator[Tensor]:
@@ -97,9 +99,11 @@ class Later:
         self._due = _Due(due.of(before), due.of(~before))
 
     def moved(self, target: Tensor, source: Tensor) -> None:
+        """As in `PendingTokens.moved`."""
         self.pending.moved(target, source)
 
     def overwritten(self, slots: Tensor) -> None:
+        """As in `PendingTokens.overwritten`."""
         self.pending.overwritten(slots)
 
     @contextmanager
