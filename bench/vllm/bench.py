@@ -22,7 +22,7 @@ from bench.vllm.engines import running_engine
 HEAD = "# vLLM on a CPU, measured\n\nWritten by `make bench-vllm`; the figures are in `results.json`."
 SHOWN = {
     "capacity": (
-        "Tokens in 256 MiB, by vLLM's own account (head_dim 128, row ids included)",
+        "Tokens in 256 MiB, by vLLM's own account (head_dim 128, pass ids included)",
         report.CAPACITY,
     ),
     **report.SECTIONS,

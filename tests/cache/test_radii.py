@@ -37,7 +37,7 @@ def dithered(
     x = torch.randn(tokens, kv_heads, dim, generator=gen)
     if scale is not None:
         x = x * scale
-    u = dither.rows(DitherKey(seed, 0), torch.arange(1, tokens + 1), 0, range(kv_heads), dim)
+    u = dither.dither_vectors(DitherKey(seed, 0), torch.arange(1, tokens + 1), 0, range(kv_heads), dim)
     codes, scales = dither.quantize_int8(x, u)
     return x, dither.dequantize_int8(codes, scales, u), scales
 

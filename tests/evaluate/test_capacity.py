@@ -24,7 +24,7 @@ from witcert_core.serving.models.attention import CacheLayer, ModelAttention, de
 # An 8-billion-parameter Llama: 32 layers, 8 KV heads of 128 channels.
 EIGHT_B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 SHAPE = describe(EIGHT_B, "test")
-ROW_ID = 8
+PASS_ID = 8
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 
 
@@ -32,19 +32,19 @@ def test_bytes_of_the_layouts() -> None:
     heads = 32 * 8
     assert bytes_per_token("fp16", SHAPE) == 512 * heads == 131072
     assert bytes_per_token("fp8", SHAPE) == 256 * heads
-    assert bytes_per_token("int8_dither", SHAPE) == 272 * heads + ROW_ID
-    assert bytes_per_token("int8_dither_w", SHAPE) == 276 * heads + ROW_ID
-    assert bytes_per_token("bypass:4", SHAPE) == 288 * heads + ROW_ID
+    assert bytes_per_token("int8_dither", SHAPE) == 272 * heads + PASS_ID
+    assert bytes_per_token("int8_dither_w", SHAPE) == 276 * heads + PASS_ID
+    assert bytes_per_token("bypass:4", SHAPE) == 288 * heads + PASS_ID
     assert bytes_per_token("bypass:0", SHAPE) == bytes_per_token("int8_dither", SHAPE)
     found = capacity("int8_dither", SHAPE, parse_memory("40GB"))
-    assert found.tokens == 40 * 10**9 // (272 * heads + ROW_ID)
-    assert found.ratio == pytest.approx(1.8824, abs=3e-4)  # 272 of 512, and the row id
+    assert found.tokens == 40 * 10**9 // (272 * heads + PASS_ID)
+    assert found.ratio == pytest.approx(1.8824, abs=3e-4)  # 272 of 512, and the pass id
 
 
 @pytest.mark.parametrize(("tp", "heads"), [(1, 8), (4, 2), (8, 1), (16, 1)])
 def test_ranks_share_the_heads(tp: int, heads: int) -> None:
     assert bytes_per_token("fp16", SHAPE, tp) == 512 * 32 * heads
-    assert bytes_per_token("int8_dither", SHAPE, tp) == 272 * 32 * heads + ROW_ID
+    assert bytes_per_token("int8_dither", SHAPE, tp) == 272 * 32 * heads + PASS_ID
 
 
 @pytest.mark.parametrize("name", REGISTRY.names())
@@ -65,16 +65,16 @@ def test_side_bytes_are_those_of_the_store(name: str, storage_bytes: int) -> Non
         storage_dtype={2: torch.bfloat16, 4: torch.float32}[storage_bytes],
     )
     per_head = side_bytes_per_head(quantizer, rotary, 80, storage_bytes, bands=16)
-    assert store.nbytes == 5 * (side_bytes_per_token(per_head, 2, 2) - ROW_ID)
+    assert store.nbytes == 5 * (side_bytes_per_token(per_head, 2, 2) - PASS_ID)
 
 
 def test_a_metered_pool_pays_for_its_witnesses() -> None:
     plain, metered = bytes_per_token("fp16", SHAPE), bytes_per_token("metered:fp8_e4m3_cast", SHAPE)
-    assert metered == plain + 32 * 8 * 33 + ROW_ID
+    assert metered == plain + 32 * 8 * 33 + PASS_ID
     waiting = bytes_per_token("metered:kivi", SHAPE)  # and a flag for each token whose group is open
-    assert waiting == plain + 32 * 8 * 17 + ROW_ID + 1
+    assert waiting == plain + 32 * 8 * 17 + PASS_ID + 1
     sketched = bytes_per_token("metered:int4_token_group:group_size=64@4", SHAPE)
-    assert sketched == plain + 32 * 8 * (17 + 64 + 16 + 64 + 16) + ROW_ID
+    assert sketched == plain + 32 * 8 * (17 + 64 + 16 + 64 + 16) + PASS_ID
 
 
 def test_configurations(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_layers_of_other_shapes_and_other_kinds_are_counted_as_they_are(capsys: 
         assert main(command) == 0  # every layout
         assert note in capsys.readouterr().out
     gemma = read_shape(CONFIGS / "gemma4_31b")
-    assert bytes_per_token("int8_dither", gemma) == 50 * 16 * 544 + 10 * 4 * 1088 + ROW_ID
+    assert bytes_per_token("int8_dither", gemma) == 50 * 16 * 544 + 10 * 4 * 1088 + PASS_ID
     assert bytes_per_token("fp16", gemma, 2) == 901_120 // 2
 
 

@@ -80,7 +80,7 @@ class Int8Case:
     def truth(self, q: Tensor, q_len: int, sm_scale: float, **options: Any) -> Tensor:
         """Float64 TV ``[R, Hq]`` of exact against stored keys; 0 for rows that see nothing."""
         from witcert_core.kernels.decode.reference import dequantize
-        from witcert_core.quantizers.dither import rows
+        from witcert_core.quantizers.dither import dither_vectors
 
         window, cap = options.get("window_left", -1), options.get("logits_soft_cap", 0.0)
         sinks = options.get("sinks")
@@ -94,7 +94,7 @@ class Int8Case:
             slots = self.table.slots(request, position + 1, self.page_size)[first:]
             page, offset = slots // self.page_size, slots % self.page_size
             ids = self.pass_ids[slots].to(torch.int64) & 0xFFFFFFFF
-            u = rows(KEY, ids, LAYER, self.head_ids.tolist(), self.head_dim)
+            u = dither_vectors(KEY, ids, LAYER, self.head_ids.tolist(), self.head_dim)
             stored = dequantize(self.k[page, offset], self.k_scales[page, offset], u)
             if self.bypass is not None:
                 stored = self.bypass.put(stored, self.bypass.k[page, offset])

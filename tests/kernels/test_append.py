@@ -12,7 +12,7 @@ from witcert_core.cache.outliers import taken, without
 from witcert_core.errors import InputError
 from witcert_core.kernels.append import append_int8
 from witcert_core.kernels.host.bypass import BypassedKeys
-from witcert_core.quantizers.dither import DitherKey, decode_group_witness, num_groups, rows
+from witcert_core.quantizers.dither import DitherKey, decode_group_witness, dither_vectors, num_groups
 
 from .paged import in_layout, page_table, some_channels
 from .pairwise import name, pairwise
@@ -111,7 +111,7 @@ def test_stores_what_the_reference_stores_and_nothing_else(case: dict[str, Any])
         step = kernel.witness.int() - plain.witness.int()
         assert int(step.abs().max()) <= 1
         ids = kernel.pass_ids[kernel.slots].long() & 0xFFFFFFFF
-        u = rows(KEY, ids, 2, [9 + h for h in range(case["heads"])], case["D"]).double()
+        u = dither_vectors(KEY, ids, 2, [9 + h for h in range(case["heads"])], case["D"]).double()
         spread = s.repeat_interleave(32, dim=-1)[..., : case["D"]]
         if kernel.bypass is not None:
             u = without(u, kernel.bypass.index)

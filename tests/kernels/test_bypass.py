@@ -15,7 +15,7 @@ from witcert_core.kernels.host.bypass import BypassedKeys
 from witcert_core.kernels.host.pages import gather
 from witcert_core.meter.bounds import meter
 from witcert_core.meter.tv import attention_logits
-from witcert_core.quantizers.dither import rows
+from witcert_core.quantizers.dither import dither_vectors
 from witcert_core.quantizers.layout import KVLayout
 
 from .int8_case import KEY, LAYER, make_case, queries
@@ -28,7 +28,7 @@ def test_radii_of_a_query_without_the_bypassed_channels_hold(delta: float) -> No
     slots = data.table.slots(0, 200, 16)
     ids = data.pass_ids[slots].long() & 0xFFFFFFFF
     scales = gather(data.k_scales, slots)
-    u = rows(KEY, ids, LAYER, data.head_ids.tolist(), 80)
+    u = dither_vectors(KEY, ids, LAYER, data.head_ids.tolist(), 80)
     stored = data.bypass.put(dequantize(gather(data.k, slots), scales, u), gather(data.bypass.k, slots))
     q = queries(data, 1, torch.float32)[0].double()
     spared = data.bypass.spare(q)

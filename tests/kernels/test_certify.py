@@ -15,7 +15,7 @@ from witcert_core.kernels.certify import certify
 from witcert_core.kernels.witness import record_witness
 from witcert_core.meter.bounds import meter
 from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_variation
-from witcert_core.quantizers.dither import DitherKey, dequantize_int8, quantize_int8, rows
+from witcert_core.quantizers.dither import DitherKey, dequantize_int8, dither_vectors, quantize_int8
 from witcert_core.quantizers.rotary import RotarySpec
 
 from .compare import assert_outward, engine_meter
@@ -246,7 +246,7 @@ def test_refusal_of_keys_that_would_round() -> None:
 def test_dithered_keys_get_the_probabilistic_radius_and_the_rounding_of_the_pool(dim: int, delta: float) -> None:
     bands = band_map(RotarySpec(dim))
     pool = Pool(70, 16, dim, torch.float16, bands)
-    u = rows(DitherKey(3, 4), torch.full((70,), 9), 0, [0], dim)
+    u = dither_vectors(DitherKey(3, 4), torch.full((70,), 9), 0, [0], dim)
     codes, scales = quantize_int8(pool.exact_k.float(), u)
     fake = dequantize_int8(codes, scales, u)
     steps = torch.full((*pool.k.shape[:3], scales.shape[-1]), float("nan"), dtype=torch.float16)

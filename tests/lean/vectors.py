@@ -21,7 +21,7 @@ from witcert_core.meter.kernel_error import KernelArithmetic, mass_error, output
 from witcert_core.meter.output import output_bound
 from witcert_core.meter.sums import AccField, accumulate
 from witcert_core.meter.tv import softmax_with_sink
-from witcert_core.quantizers.dither import DitherKey, group_scales, quantize_int8, rows
+from witcert_core.quantizers.dither import DitherKey, dither_vectors, group_scales, quantize_int8
 from witcert_core.quantizers.rotary import RotarySpec
 
 F = Fraction
@@ -47,7 +47,7 @@ class Head:
         self.map: BandMap = band_map(self.spec, 2)
         self.keys = torch.randn(self.S, 1, D, generator=gen) * rng.choice((0.5, 2.0))
         self.query = torch.randn(1, D, generator=gen)
-        self.offsets = rows(DitherKey(rng.randrange(2**20), 7), torch.arange(1, self.S + 1), 3, [5], D)
+        self.offsets = dither_vectors(DitherKey(rng.randrange(2**20), 7), torch.arange(1, self.S + 1), 3, [5], D)
         coarse = self.keys + 0.03 * torch.randn(self.keys.shape, generator=gen)
         self.stored = coarse
         self.again = coarse.to(torch.bfloat16).to(torch.float32)
@@ -374,7 +374,7 @@ class Head:
         return set(exact(self.offsets))
 
     def code_row(self, pass_id: int) -> list[F]:
-        return exact(rows(DitherKey(1, 2), torch.tensor([pass_id]), 0, [0], 16))
+        return exact(dither_vectors(DitherKey(1, 2), torch.tensor([pass_id]), 0, [0], 16))
 
     def dither_formula(self, tail_up: F) -> F:
         """``min(sum s|q|/2, tail sigma + sum |q| s 2^-9)`` of token 0, ``tail`` the root of ``2 ln(2S/delta)``."""

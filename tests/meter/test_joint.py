@@ -11,7 +11,7 @@ from witcert_core.errors import BudgetError, InputError
 from witcert_core.meter.bounds import joint, meter
 from witcert_core.meter.sums import AccField, accumulate_weights, heaviest
 from witcert_core.meter.tv import total_variation
-from witcert_core.quantizers.dither import DitherKey, dequantize_int8, quantize_int8, rows
+from witcert_core.quantizers.dither import DitherKey, dequantize_int8, dither_vectors, quantize_int8
 
 DELTAS = (1e-1, 1e-4, 1e-9)
 
@@ -72,7 +72,7 @@ def dithered(tokens: int, dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor, 
     """q [1, D], exact and stored keys [S, 1, D] with one dither row, scales."""
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, 1, dim, generator=gen)
-    u = rows(DitherKey(0, seed), torch.tensor([5]), 0, [0], dim)
+    u = dither_vectors(DitherKey(0, seed), torch.tensor([5]), 0, [0], dim)
     codes, scales = quantize_int8(x, u.expand(tokens, 1, dim))
     return torch.randn(1, dim, generator=gen), x, dequantize_int8(codes, scales, u), scales
 

@@ -54,7 +54,7 @@ class Store:
             self.v = self.exact_v.to(torch.float8_e4m3fn).to(dtype)
             self.codes = witness_codes(self.exact, self.k, self.bands)
         else:
-            u = dither.rows(DitherKey(seed, 1), torch.arange(1, slots + 1), 0, range(kv_heads), dim)
+            u = dither.dither_vectors(DitherKey(seed, 1), torch.arange(1, slots + 1), 0, range(kv_heads), dim)
             codes, self.scales = dither.quantize_int8(self.exact, u)
             self.k = dither.dequantize_int8(codes, self.scales, u)
             self.v = dither.dequantize_int8(*dither.quantize_int8(self.exact_v, u), u)

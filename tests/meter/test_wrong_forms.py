@@ -31,7 +31,7 @@ def ours_hold(p: Tensor, c: Tensor, tv: Tensor) -> bool:
 
 def write(x: Tensor, row: int, seed: int, layer: int = 0) -> tuple[Tensor, Tensor]:
     """Keys [N, D] through the dithered cache with one row for all of them: residuals [N, D] and scales [N, 1, Gr]."""
-    u = dither.rows(DitherKey(seed, 0), torch.full((len(x),), row), layer, [0], DIM)
+    u = dither.dither_vectors(DitherKey(seed, 0), torch.full((len(x),), row), layer, [0], DIM)
     codes, scales = dither.quantize_int8(x[:, None].float(), u)
     stored = dither.dequantize_int8(codes, scales, u)[:, 0].double()
     return stored - x.float().double(), scales
@@ -130,13 +130,13 @@ def generation(row_of_pass: tuple[int, int], seed: int) -> tuple[Tensor, Tensor,
     step = 0.25
     fix = torch.zeros(DIM, dtype=torch.float64)
     fix[::32] = 127 * step
-    u = dither.rows(DitherKey(seed, 9), torch.tensor([row_of_pass[0]]), 0, [0], DIM)
+    u = dither.dither_vectors(DitherKey(seed, 9), torch.tensor([row_of_pass[0]]), 0, [0], DIM)
     value = dither.dequantize_int8(*dither.quantize_int8(fix[None, None], u), u)[0, 0].double()
     emitted = (-value / step * 256 + 127.5).round().clamp(0, 255)  # one byte per channel, as token ids
     u_read = (emitted + 0.5) / 256 - 0.5
     key = torch.where(fix > 0, fix, step * (0.498 * q.sign() - u_read))
     keys = torch.stack((torch.zeros(DIM, dtype=torch.float64), key))
-    u = dither.rows(DitherKey(seed, 9), torch.tensor([row_of_pass[1]]), 0, [0], DIM)
+    u = dither.dither_vectors(DitherKey(seed, 9), torch.tensor([row_of_pass[1]]), 0, [0], DIM)
     codes, scales = dither.quantize_int8(keys[:, None], u)
     stored = dither.dequantize_int8(codes, scales, u)[:, 0].double()
     budget = Budget(0.01, 1, 1, declared_rows=2)
@@ -174,7 +174,7 @@ def test_repaired_tokens_left_out_of_the_union() -> None:
     broken = 0
     for trial in range(trials):
         x = torch.randn(tokens, DIM, generator=gen, dtype=torch.float64)
-        u = dither.rows(DitherKey(trial, 6), torch.arange(1, tokens + 1), 0, [0], DIM)
+        u = dither.dither_vectors(DitherKey(trial, 6), torch.arange(1, tokens + 1), 0, [0], DIM)
         codes, scales = dither.quantize_int8(x[:, None].float(), u)
         error = SCALE * ((dither.dequantize_int8(codes, scales, u)[:, 0] - x.float()).double() @ q[0]).abs()
         counted = radii.radius_dither(q, scales, SCALE, delta, tokens)[0]

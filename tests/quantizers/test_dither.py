@@ -60,7 +60,7 @@ def test_philox_against_integers(counter: Sequence[int], key: tuple[int, int]) -
 
 def test_a_row_is_the_bytes_of_its_counter() -> None:
     ids, heads, layer, dim = [1, 2**32 - 2], [5, 9], 3, 80
-    u = dither.rows(KEY, torch.tensor(ids), layer, heads, dim)
+    u = dither.dither_vectors(KEY, torch.tensor(ids), layer, heads, dim)
     assert u.shape == (2, 2, 80)
     assert u.dtype == torch.float32
     for n, row in enumerate(ids):
@@ -73,15 +73,15 @@ def test_a_row_is_the_bytes_of_its_counter() -> None:
 
 
 def test_rows_depend_on_row_layer_global_head_and_key_and_nothing_else() -> None:
-    base = dither.rows(KEY, torch.tensor([4]), 2, [1], 64)
-    assert torch.equal(dither.rows(KEY, torch.tensor([9, 4]), 2, [0, 1], 64)[1:, 1:], base)
+    base = dither.dither_vectors(KEY, torch.tensor([4]), 2, [1], 64)
+    assert torch.equal(dither.dither_vectors(KEY, torch.tensor([9, 4]), 2, [0, 1], 64)[1:, 1:], base)
     others = [
-        dither.rows(KEY, torch.tensor([5]), 2, [1], 64),
-        dither.rows(KEY, torch.tensor([4]), 3, [1], 64),
-        dither.rows(KEY, torch.tensor([4]), 2, [2], 64),
-        dither.rows(DitherKey(8, 11), torch.tensor([4]), 2, [1], 64),
-        dither.rows(DitherKey(7, 12), torch.tensor([4]), 2, [1], 64),
-        dither.rows(DitherKey(7, 11, 1), torch.tensor([4]), 2, [1], 64),
+        dither.dither_vectors(KEY, torch.tensor([5]), 2, [1], 64),
+        dither.dither_vectors(KEY, torch.tensor([4]), 3, [1], 64),
+        dither.dither_vectors(KEY, torch.tensor([4]), 2, [2], 64),
+        dither.dither_vectors(DitherKey(8, 11), torch.tensor([4]), 2, [1], 64),
+        dither.dither_vectors(DitherKey(7, 12), torch.tensor([4]), 2, [1], 64),
+        dither.dither_vectors(DitherKey(7, 11, 1), torch.tensor([4]), 2, [1], 64),
     ]
     for other in others:
         # Independent rows agree in one channel of 256.
@@ -89,7 +89,7 @@ def test_rows_depend_on_row_layer_global_head_and_key_and_nothing_else() -> None
 
 
 def test_rows_are_uniform_on_the_grid() -> None:
-    u = dither.rows(KEY, torch.arange(1, 2001), 0, [0, 1], 128)
+    u = dither.dither_vectors(KEY, torch.arange(1, 2001), 0, [0, 1], 128)
     counts = torch.bincount(((u + 0.5) * 256 - 0.5).round().long().flatten(), minlength=256)
     expected = u.numel() / 256
     chi_square = float(((counts - expected) ** 2 / expected).sum())
@@ -132,7 +132,7 @@ def hostile_keys() -> Tensor:
 
 def test_residual_stays_within_half_a_step_and_codes_within_127() -> None:
     x = hostile_keys()
-    u = dither.rows(KEY, torch.arange(1, len(x) + 1), 0, [0, 1], 80)
+    u = dither.dither_vectors(KEY, torch.arange(1, len(x) + 1), 0, [0, 1], 80)
     codes, scales = dither.quantize_int8(x, u)
     residual = dither.dequantize_int8(codes, scales, u).double() - x.double()
     step = scales.double().repeat_interleave(32, -1)[..., :80]
@@ -146,7 +146,7 @@ def test_residual_stays_within_half_a_step_and_codes_within_127() -> None:
 def test_what_fp16_cannot_scale_gets_an_infinite_scale_never_a_clipped_code(bad: float) -> None:
     x = torch.randn(1, 1, 64)
     x[0, 0, 3] = bad
-    u = dither.rows(KEY, torch.tensor([1]), 0, [0], 64)
+    u = dither.dither_vectors(KEY, torch.tensor([1]), 0, [0], 64)
     codes, scales = dither.quantize_int8(x, u)
     assert scales[0, 0, 0] == math.inf
     assert scales[0, 0, 1].isfinite()
@@ -199,7 +199,7 @@ def test_the_quantizer_follows_that_law() -> None:
 @pytest.mark.parametrize("dim", [32, 80, 128])
 def test_group_witness_bounds_the_residual_and_is_tight(dim: int) -> None:
     x = torch.randn(200, 2, dim)
-    u = dither.rows(KEY, torch.arange(1, 201), 0, [0, 1], dim)
+    u = dither.dither_vectors(KEY, torch.arange(1, 201), 0, [0, 1], dim)
     codes, scales = dither.quantize_int8(x, u)
     stored = dither.dequantize_int8(codes, scales, u)
     bound = dither.decode_group_witness(dither.group_witness_codes(x, stored, scales), scales)
@@ -228,7 +228,7 @@ def test_group_witness_refuses_what_it_cannot_hold() -> None:
 
 def test_zero_keys_are_exact() -> None:
     x = torch.zeros(1, 1, 32)
-    u = dither.rows(KEY, torch.tensor([1]), 0, [0], 32)
+    u = dither.dither_vectors(KEY, torch.tensor([1]), 0, [0], 32)
     codes, scales = dither.quantize_int8(x, u)
     stored = dither.dequantize_int8(codes, scales, u)
     assert not bool(stored.any())
@@ -237,5 +237,5 @@ def test_zero_keys_are_exact() -> None:
 
 @pytest.mark.parametrize(("row", "layer", "head"), [(2**32, 0, 0), (-1, 0, 0), (1, -1, 0), (1, 2**32, 0), (1, 0, -1)])
 def test_counters_that_would_wrap_are_refused(row: int, layer: int, head: int) -> None:
-    with pytest.raises(InputError, match=r"row ids|layer|head id"):
-        dither.rows(KEY, torch.tensor([row]), layer, [head], 32)
+    with pytest.raises(InputError, match=r"pass ids|layer|head id"):
+        dither.dither_vectors(KEY, torch.tensor([row]), layer, [head], 32)

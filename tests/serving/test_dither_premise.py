@@ -18,7 +18,7 @@ import witcert_core.quantizers.int8_dither
 from witcert_core.cache.packed import PackedLayer
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.policy.model import parse_policy
-from witcert_core.quantizers.dither import DitherKey, rows
+from witcert_core.quantizers.dither import DitherKey, dither_vectors
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.geometry import Geometry
@@ -140,7 +140,7 @@ def test_queries_of_a_fixed_text_do_not_depend_on_the_dither_of_their_layer(
     salt = 0
 
     def salted(key: DitherKey, pass_ids: Tensor, layer: int, heads: Any, dim: int) -> Tensor:
-        return rows(DitherKey(0, 1000 + (salt if layer == SALTED else 0), 0), pass_ids, layer, heads, dim)
+        return dither_vectors(DitherKey(0, 1000 + (salt if layer == SALTED else 0), 0), pass_ids, layer, heads, dim)
 
     for module in (witcert_core.cache.packed, witcert_core.quantizers.int8_dither):
         monkeypatch.setattr(module, "rows", salted)

@@ -11,7 +11,7 @@ import pytest
 from conftest import SAME_DITHER, Metered, ask_many, check_recorded, samples_of_each_task, write_policy
 from witcert_demo.servers import running_server
 
-from witcert_core.cache.capacity import ROW_ID_BYTES
+from witcert_core.cache.capacity import PASS_ID_BYTES
 from witcert_core.evaluate.capacity import bytes_per_token, read_shape
 
 pytestmark = pytest.mark.sglang
@@ -102,8 +102,8 @@ def test_capacity_at_equal_memory(checkpoint: Path, tmp_path: Path) -> None:
         assert found is not None
         assert int(found[1]) == tokens
         sizes = bytes_per_token({"bf16": "fp16", "packed": "int8_dither"}[name], read_shape(model))
-        told = (float(found[2]) + float(found[3])) * 2**30 / tokens  # the row ids are not SGLang's to tell
-        assert sizes - (ROW_ID_BYTES if chosen else 0) == pytest.approx(told, rel=0.005)
+        told = (float(found[2]) + float(found[3])) * 2**30 / tokens  # the pass ids are not SGLang's to tell
+        assert sizes - (PASS_ID_BYTES if chosen else 0) == pytest.approx(told, rel=0.005)
         tokens_per_gb[name] = tokens / (float(found[2]) + float(found[3]))
     assert tokens_per_gb["packed"] / tokens_per_gb["bf16"] == pytest.approx(512 / 272, rel=0.01)
 

@@ -16,13 +16,13 @@ BANDS = (16, 32)
 """Bands of channels of which a key's error has a norm, at most: a byte each, and one more with a residual sketch."""
 AFFORDABLE = 1 / 16
 """Share of a token's bytes that the wider choice may add: it is worth about a tenth of the bound."""
-ROW_ID_BYTES = 8
-"""A slot's dither row, one int64 for all layers and heads."""
+PASS_ID_BYTES = 8
+"""The pass that wrote a slot, one int64 for all layers and heads."""
 
 
 def packed_bytes_per_token(layout: KVLayout, num_kv_heads: int, num_layers: int) -> int:
-    """Codes, scales and what else the layout keeps, and the slot's row id: ``L Hkv bytes + 8``."""
-    return layout.bytes_per_token_head * num_kv_heads * num_layers + ROW_ID_BYTES
+    """Codes, scales and what else the layout keeps, and the slot's pass id: ``L Hkv bytes + 8``."""
+    return layout.bytes_per_token_head * num_kv_heads * num_layers + PASS_ID_BYTES
 
 
 def choose_bands(
@@ -72,5 +72,5 @@ def side_bytes_per_head(
 
 
 def side_bytes_per_token(per_head: int, num_kv_heads: int, num_layers: int) -> int:
-    """The same for all layers and heads of the rank, and the slot's row id."""
-    return num_layers * num_kv_heads * per_head + ROW_ID_BYTES
+    """The same for all layers and heads of the rank, and the slot's pass id."""
+    return num_layers * num_kv_heads * per_head + PASS_ID_BYTES

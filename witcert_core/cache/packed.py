@@ -1,9 +1,9 @@
-"""The packed INT8 cache: codes, scales and row ids of every slot, and the radii that follow from them.
+"""The packed INT8 cache: codes, scales and pass ids of every slot, and the radii that follow from them.
 
 Shapes: SLOTS slots, N tokens written, S read, Hkv local KV heads, D head_dim, Dv v_head_dim, Gr = ceil(D / 32) groups.
 
 At D = 128 a token takes 272 bytes per KV head: 2 * (128 codes + 4 float16 scales); the stored witness takes 4 more.
-The dither row of a slot is one number for all layers and heads; the row itself is made again from it when read.
+The pass id of a slot is one number for all layers and heads; the dither vectors are made again from it when read.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from witcert_core.quantizers.dither import (
     HALF_STEP_MARGIN,
     DitherKey,
     dequantize_int8,
+    dither_vectors,
     group_witness_codes,
-    rows,
 )
 from witcert_core.quantizers.rotary import RotarySpec
 
@@ -175,10 +175,10 @@ class PackedKV:
             target.k_scale[slots] = scales
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Dequantized k [S, Hkv, D] and v [S, Hkv, Dv] float32 of `slots`; each pass's dither row is made once."""
+        """Dequantized k [S, Hkv, D] and v [S, Hkv, Dv] float32 of `slots`; each pass's dither vectors are made once."""
         source = self.layers[layer]
         passes, which = torch.unique(self.pass_ids[slots], return_inverse=True)
-        u = rows(self.key, passes, layer, self.head_ids, source.k.shape[-1])[which]
+        u = dither_vectors(self.key, passes, layer, self.head_ids, source.k.shape[-1])[which]
         k = dequantize_int8(source.k[slots], source.k_scale[slots], u)
         if source.k_bypass is not None and source.channels is not None:
             k = outliers.put(k, source.channels, source.k_bypass[slots])

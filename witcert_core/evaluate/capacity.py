@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from witcert_core.cache.capacity import ROW_ID_BYTES, side_bytes_per_head
+from witcert_core.cache.capacity import PASS_ID_BYTES, side_bytes_per_head
 from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.errors import InputError, did_you_mean, listed
 from witcert_core.evaluate.settings import parse_quantizer
@@ -94,8 +94,8 @@ def bytes_per_token(layout: str, shape: ModelAttention, tensor_parallel: int = 1
     """Bytes of a token on one rank, all layers.
 
     layout: `fp16`, `fp8`; the packed `int8_dither`, `int8_dither_w` and `bypass:M` (M channel pairs of K in 16 bit),
-    each with the slot's row id; or `metered:QUANTIZER`, `metered:QUANTIZER@BITS`: a 16-bit pool in which that quantizer
-    is simulated, with all that the meter keeps beside it, sketches of so many bits included.
+    each with the slot's pass id; or `metered:QUANTIZER`, `metered:QUANTIZER@BITS`: a 16-bit pool in which that
+    quantizer is simulated, with all that the meter keeps beside it, sketches of so many bits included.
     """
     name, _, argument = layout.partition(":")
     if layout in _PLAIN:
@@ -107,7 +107,7 @@ def bytes_per_token(layout: str, shape: ModelAttention, tensor_parallel: int = 1
             pairs = int(argument or 0)
             return KVLayout(k, v, bypass_pairs=pairs, stored_witness=layout == "int8_dither_w").bytes_per_token_head
 
-        return _over_layers(shape, tensor_parallel, packed) + ROW_ID_BYTES
+        return _over_layers(shape, tensor_parallel, packed) + PASS_ID_BYTES
     if name == "metered" and argument:
         spec = parse_quantizer(argument)
         quantizer, bits = quantizer_registry().get(spec.name, spec.params), spec.sketch_bits or 0
@@ -121,7 +121,7 @@ def bytes_per_token(layout: str, shape: ModelAttention, tensor_parallel: int = 1
         return (
             bytes_per_token("fp16", shape, tensor_parallel)
             + _over_layers(shape, tensor_parallel, side)
-            + (ROW_ID_BYTES + flag)
+            + (PASS_ID_BYTES + flag)
         )
     raise InputError(
         f"layout is {layout!r}{did_you_mean(layout, LAYOUTS)}; allowed are {listed(LAYOUTS)}, bypass:PAIRS and "

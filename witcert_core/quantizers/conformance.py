@@ -168,7 +168,7 @@ def _check_encoding(case: _Case, quantizer: DitheredQuantizer, kind: Kind, resul
         ctx=case.context(case.pass_ids + 100, case.head_ids),
     )
     # The law is claimed of keys; values have a deterministic bound and need no dither.
-    _require(kind == "v" or not torch.equal(other, result), "another dither row gives the same keys")
+    _require(kind == "v" or not torch.equal(other, result), "another dither vector gives the same keys")
 
 
 def _check_repeatable(case: _Case, kind: Kind) -> None:

@@ -1,8 +1,8 @@
-"""Subtractive dither for the INT8 cache: Philox4x32-10 rows, quantization, and its group witness.
+"""Subtractive dither for the INT8 cache: Philox4x32-10, quantization, and its group witness.
 
 ``x_hat = s * (round(x/s + u) - u)`` with ``u`` uniform on ``(j + 1/2)/256 - 1/2``. The residual lies in
 ``[-s/2, s/2]`` for every ``u``, which is the deterministic radius; its law gives the probabilistic one.
-All tokens written in one forward pass share a row ``u``; a row id names the pass.
+All tokens written in one forward pass share a dither vector ``u``; a pass id names the pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUP = 32
 GRID_BITS = 8
 """The dither takes 2^GRID_BITS equally likely values."""
 MAX_PASS_ID = 2**32 - 1
-"""Row ids are uint32; 0 means never written, and this last one is never issued."""
+"""Pass ids are uint32; 0 means never written, and this last one is never issued."""
 
 _ROUND_MULT = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEP = (0x9E3779B9, 0xBB67AE85)
@@ -86,7 +86,7 @@ class DitherKey:
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def rows(key: DitherKey, pass_ids: Tensor, layer: int, head_ids: Sequence[int], head_dim: int) -> Tensor:
+def dither_vectors(key: DitherKey, pass_ids: Tensor, layer: int, head_ids: Sequence[int], head_dim: int) -> Tensor:
     """Dither of each row and head, float32 ``[N, H, D]`` on the grid ``(j + 1/2)/256 - 1/2``.
 
     Args:
@@ -95,7 +95,7 @@ def rows(key: DitherKey, pass_ids: Tensor, layer: int, head_ids: Sequence[int], 
         head_ids: **global** KV head of each of this rank's ``H`` heads.
         head_dim: ``D``.
 
-    The counter is ``(row id, layer, head, channel // 16)``; byte ``channel % 16`` of its 16 little-endian
+    The counter is ``(pass id, layer, head, channel // 16)``; byte ``channel % 16`` of its 16 little-endian
     output bytes is ``j``.
     """
     for name, value in (("layer", layer), *(("head id", x) for x in head_ids)):
@@ -105,7 +105,7 @@ def rows(key: DitherKey, pass_ids: Tensor, layer: int, head_ids: Sequence[int], 
     on_host = pass_ids.device.type == "cpu" and pass_ids.numel() > 0
     if on_host and not 0 <= int(pass_ids.min()) <= int(pass_ids.max()) <= MAX_PASS_ID:
         raise InputError(
-            f"row ids run from {int(pass_ids.min())} to {int(pass_ids.max())}; "
+            f"pass ids run from {int(pass_ids.min())} to {int(pass_ids.max())}; "
             f"beyond 0..{MAX_PASS_ID} a row would repeat, so refuse the write"
         )
     device = pass_ids.device
@@ -154,7 +154,7 @@ def quantize_int8(x: Tensor, u: Tensor, group: int = GROUP) -> tuple[Tensor, Ten
 
     Args:
         x: ``[N, H, D]`` float.
-        u: ``[N, H, D]`` (or broadcastable) from :func:`rows`.
+        u: ``[N, H, D]`` (or broadcastable) from :func:`dither_vectors`.
 
     Returns:
         ``codes`` int8 ``[N, H, D]`` within ``-127..127`` and ``scales`` fp16 ``[N, H, Gr]``. Channels of a

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from witcert_core.errors import QuantizerError
 from witcert_core.quantizers.base import DitheredQuantizer, Encoded, Kind, QuantContext, check_input
-from witcert_core.quantizers.dither import dequantize_int8, quantize_int8, rows
+from witcert_core.quantizers.dither import dequantize_int8, dither_vectors, quantize_int8
 from witcert_core.quantizers.layout import KVLayout
 
 
@@ -18,9 +18,9 @@ from witcert_core.quantizers.layout import KVLayout
 class Int8Dither(DitheredQuantizer):
     """x~ = s (round(x/s + u) - u) per group of 32 channels, s >= max|x|/127 in fp16 rounded up.
 
-    For keys u comes from the token's dither row, the layer, the global head and the channel. Values are rounded to
-    nearest, u = 0: their bound is the half step either way, and reading them draws nothing. 272 bytes of K and V at
-    head_dim 128.
+    For keys u is drawn for the token's pass, the layer, the global head and the channel. Values are rounded to nearest,
+    u = 0: their bound is the half step either way, and reading them draws nothing. 272 bytes of K and V at head_dim
+    128.
     """
 
     name: ClassVar[str] = "int8_dither"
@@ -34,7 +34,7 @@ class Int8Dither(DitheredQuantizer):
             )
         u = torch.zeros(1, device=x.device)
         if kind == "k":
-            u = rows(ctx.dither_key, ctx.pass_ids, layer, ctx.head_ids, ctx.head_dim)
+            u = dither_vectors(ctx.dither_key, ctx.pass_ids, layer, ctx.head_ids, ctx.head_dim)
         codes, scales = quantize_int8(x, u)
         return Encoded(codes, scales, dequantize_int8(codes, scales, u))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class GeneratedSlots:
-    """bool [SLOTS], beside the row ids; a slot that something else may have filled counts as sampled."""
+    """bool [SLOTS], beside the pass ids; a slot that something else may have filled counts as sampled."""
 
     def __init__(self, num_slots: int, device: str | torch.device = "cpu") -> None:
         self._generated = torch.zeros(num_slots, dtype=torch.bool, device=device)

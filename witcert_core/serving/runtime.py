@@ -36,7 +36,7 @@ from witcert_core.serving.sketched import sampled_sketches
 from witcert_core.serving.steps import StepCells
 from witcert_core.serving.storage.attended import nothing_rewritten
 
-LAST_ROW_ID = 2**32 - 1
+LAST_PASS_ID = 2**32 - 1
 
 
 class Runtime:
@@ -100,9 +100,9 @@ class Runtime:
 
     def begin(self, requests: Sequence[RequestPass], out_slots: Tensor) -> None:
         """A pass over `requests` is about to write `out_slots` [N]."""
-        if self.passes >= LAST_ROW_ID - 1:
+        if self.passes >= LAST_PASS_ID - 1:
             raise UnsupportedError(
-                f"{self.passes} forward passes are done and every dither row id is used; restart the server"
+                f"{self.passes} forward passes are done and every pass id is used; restart the server"
             )
         self.passes += 1
         self.pass_ids[out_slots] = self.passes

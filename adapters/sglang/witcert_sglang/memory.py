@@ -23,13 +23,13 @@ def packed_layout(quantizer: Quantizer, head_dim: int) -> KVLayout:
 
 
 def packed_bytes_per_token(quantizer: Quantizer, kvc: Any, num_layers: int) -> int:
-    """The same for all layers and local heads, and the token's row id."""
+    """The same for all layers and local heads, and the token's pass id."""
     layout = packed_layout(quantizer, kvc.model_config.head_dim)
     return capacity.packed_bytes_per_token(layout, local_kv_heads(kvc), num_layers)
 
 
 def side_bytes_per_token(policy: Policy, kvc: Any, num_layers: int) -> int:
-    """Bytes of a token in the side tensors of all layers and local heads; its row id; if it may wait, a flag."""
+    """Bytes of a token in the side tensors of all layers and local heads; its pass id; if it may wait, a flag."""
     config, quantizer = kvc.model_config, policy.resolved_quantizer
     per_head = capacity.side_bytes_per_head(
         quantizer,

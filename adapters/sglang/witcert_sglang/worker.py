@@ -71,7 +71,7 @@ class SchedulerProcess:
         return self.runtime
 
     def after_cell_size(self, result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
-        """Count the witnesses and row ids as bytes of a token, so that they are taken off the capacity."""
+        """Count the witnesses and pass ids as bytes of a token, so that they are taken off the capacity."""
         if self.policy.quantizer.storage == "packed":
             return packed_bytes_per_token(self.quantizer, kvc, num_layers)
         return result + side_bytes_per_token(self.policy, kvc, num_layers)

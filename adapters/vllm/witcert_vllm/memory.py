@@ -11,10 +11,10 @@ from witcert_vllm.geometry import rotary_dim
 
 
 def side_bytes_per_token(policy: Policy, vllm_config: Any, specs: Mapping[str, Any]) -> int:
-    """Bytes of a token in the side tensors of all layers of this rank, plus its row id; `specs` by layer name."""
+    """Bytes of a token in the side tensors of all layers of this rank, plus its pass id; `specs` by layer name."""
     quantizer, model = policy.resolved_quantizer, vllm_config.model_config
     if policy.quantizer.storage == "packed":
-        return capacity.ROW_ID_BYTES
+        return capacity.PASS_ID_BYTES
     (spec, *_others) = specs.values()
     rotary = RotarySpec(spec.head_size, rotary_dim=rotary_dim(model.hf_text_config, spec.head_size))
     per_head = capacity.side_bytes_per_head(

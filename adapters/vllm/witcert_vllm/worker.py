@@ -71,7 +71,7 @@ class MeteredWorker(WorkerBase):
 
     @names_refusals
     def determine_available_memory(self) -> int:
-        """vLLM's figure less the share that witnesses and row ids will take."""
+        """vLLM's figure less the share that witnesses and pass ids will take."""
         available: int = super().determine_available_memory()
         specs = self.model_runner.get_kv_cache_spec()
         check_specs(specs)

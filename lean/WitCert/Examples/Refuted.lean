@@ -154,7 +154,7 @@ def round (z : Q) : Q := if z ≤ -(q 1 2) then -1 else if q 1 2 ≤ z then 1 el
 /-- **One dither row per request is wrong** (`Fresh` cannot be dropped): a key that equals its own offset has residual
 `|r| = ½` with probability 1, while every key fixed in advance, here 0, has it with probability 0.
 
-Code: `witcert_core.quantizers.dither.DitherKey` (a new row id for every forward pass).
+Code: `witcert_core.quantizers.dither.DitherKey` (a new pass id for every forward pass).
 `python: all(abs(x) == Fraction(1, 4) for x in residual_values(Fraction(0), Fraction(1), 1)) and all(abs(nearest(2 * u) - 2 * u) == Fraction(1, 2) for u in grid_points(1))` -/
 theorem row_per_request : (1 : Q) ≤ grid.P (fun u => Law.geB (q 1 2) (abs (residual round 1 u u))) ∧
     grid.P (fun u => Law.geB (q 1 2) (abs (residual round 1 0 u))) ≤ 0 := ⟨by decide, by decide⟩

@@ -171,7 +171,7 @@ theorem allOf_mapSucc {p : Nat → Prop} (l : List Nat) (h : AllOf (fun j => p (
 
 /-- **Rows exist.** The product of `D` grid laws is a row.
 
-Code: `witcert_core.quantizers.dither.rows` (what Philox is taken to provide).
+Code: `witcert_core.quantizers.dither.dither_vectors` (what Philox is taken to provide).
 `python: mean(u ** 3 * v ** 2 + u * v for u in grid_points(dither.n) for v in grid_points(dither.n)) == mean(u ** 3 for u in grid_points(dither.n)) * mean(v ** 2 for v in grid_points(dither.n)) + mean(u for u in grid_points(dither.n)) ** 2` -/
 theorem rowLaw_row (n D : Nat) : Row (rowLaw (α := α) n D) n (firstChannels D) (fun j o => o j) := by
   induction D with
@@ -195,7 +195,7 @@ theorem rowLaw_row (n D : Nat) : Row (rowLaw (α := α) n D) n (firstChannels D)
 
 /-- **Fresh rows exist.** A row drawn after, and apart from, the history is independent of it.
 
-Code: `witcert_core.quantizers.dither.DitherKey` (a new row id for every forward pass).
+Code: `witcert_core.quantizers.dither.DitherKey` (a new pass id for every forward pass).
 `python: code_row(n) != code_row(n + 1) and code_row(n) == code_row(n)` -/
 theorem fresh_of_pair {Θ : Type w} {κ : Type x} {Ψ : Type v} (H : Law α Θ) (K : Law α Ψ) (u : κ → Ψ → α) :
     Fresh (H.pair K) (fun o => o.1) (fun j o => u j o.2) := fun g => by

@@ -62,7 +62,7 @@ theorem ofNat_twoPow (n : Nat) : (ofNat (twoPow n) : α) = pow 2 n := by
 /-- **The dither law is uniform on 2ⁿ equally spaced points**, and a sum of `n` independent signs of sizes
 `g, 2g, …, 2^{n-1}g`: `2ⁿ E f = Σ_{j < 2ⁿ} f(g(2j + 1 - 2ⁿ))`.
 
-Code: `witcert_core.quantizers.dither.rows`.
+Code: `witcert_core.quantizers.dither.dither_vectors`.
 `python: sorted(grid_points(n)) == sorted(sign_sums(n)) and code_offsets <= set(grid_points(8))` -/
 theorem dither_grid (n : Nat) (g : α) (f : α → α) :
     pow 2 n * (dither n g).E f = rsum (twoPow n) (fun j => f (g * (2 * ofNat j + 1 - pow 2 n))) := by

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from witcert_core.cache.outliers import taken, without
 from witcert_core.kernels.host.arguments import DitherOf, PackedCache
-from witcert_core.quantizers.dither import dequantize_int8, group_witness_codes, quantize_int8, rows
+from witcert_core.quantizers.dither import dequantize_int8, dither_vectors, group_witness_codes, quantize_int8
 
 
 def append_reference(key: Tensor, value: Tensor, cache: PackedCache, slot_mapping: Tensor, dither: DitherOf) -> None:
@@ -18,7 +18,7 @@ def append_reference(key: Tensor, value: Tensor, cache: PackedCache, slot_mappin
     slots = slot_mapping[used]
     page, offset = slots // page_size, slots % page_size
     ids = cache.pass_ids[slots].to(torch.int64) & 0xFFFFFFFF
-    u = rows(dither.key, ids, dither.layer, cache.head_ids.tolist(), key.shape[-1])
+    u = dither_vectors(dither.key, ids, dither.layer, cache.head_ids.tolist(), key.shape[-1])
     exact = key[used].to(torch.float32)
     if cache.bypass is not None:
         index = cache.bypass.index

@@ -15,7 +15,7 @@ from witcert_core.kernels.host.bypass import BypassedKeys
 from witcert_core.kernels.host.pages import PageTable, gather
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.sums import NUM_ACC_FIELDS, AccField, accumulate
-from witcert_core.quantizers.dither import rows
+from witcert_core.quantizers.dither import dither_vectors
 
 
 def dequantize(codes: Tensor, scales: Tensor, u: Tensor | float = 0.0) -> Tensor:
@@ -102,7 +102,7 @@ def softmax_error(spec: AttentionSpec) -> float:
 def read_packed(slots: Tensor, cache: PackedCache, dither: DitherOf) -> PackedTokens:
     """The tokens at ``slots [S]``."""
     ids = cache.pass_ids[slots].to(torch.int64) & 0xFFFFFFFF
-    u = rows(dither.key, ids, dither.layer, cache.head_ids.tolist(), cache.k.shape[3])
+    u = dither_vectors(dither.key, ids, dither.layer, cache.head_ids.tolist(), cache.k.shape[3])
     k_steps, v_steps = gather(cache.k_scales, slots), gather(cache.v_scales, slots)
     k, v = dequantize(gather(cache.k, slots), k_steps, u), dequantize(gather(cache.v, slots), v_steps)
     spared = None

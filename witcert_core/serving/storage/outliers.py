@@ -2,7 +2,7 @@
 
 The first keys an engine computes are often nobody's: a warm-up prompt of a few words, a health check of one token.
 Channels chosen from those serve at once, but their tokens are kept exactly, and a first longer pass chooses again from
-all of them: then they are written once more, under the dither row of that pass. Some of them were sampled over keys
+all of them: then they are written once more, under the dither of that pass. Some of them were sampled over keys
 with the old row, which the scales chosen now must not depend on. After that the choice is final.
 """
 
