@@ -48,6 +48,7 @@ test-full: test
 lint: $(ENVS)/core/.ready
 	$(CORE)/ruff check .
 	$(CORE)/ruff format --check --quiet .
+	$(CORE)/clang-format --dry-run -Werror witcert_core/kernels/*/*.cpp witcert_core/kernels/native/*.h
 	$(CORE)/mypy
 	MYPYPATH=tests/sglang $(CORE)/mypy tests/sglang
 	MYPYPATH=tests/vllm $(CORE)/mypy tests/vllm

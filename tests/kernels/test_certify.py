@@ -76,9 +76,9 @@ def options_of(option: str, heads: int) -> dict[str, Any]:
     return options[option]
 
 
-def check(case: dict[str, Any]) -> None:
+def check(case: dict[str, Any], backend: str = "auto") -> None:
     bands = band_map(RotarySpec(case["D"]))
-    pool = Pool(case["S"], case["page"], case["D"], case["dtype"], bands)
+    pool = Pool(case["S"], case["page"], case["D"], case["dtype"], bands, backend)
     extra = options_of(case["option"], case["G"])
     q_len = 3 if case["option"] == "three" else 1
     q = torch.randn(q_len, case["G"], case["D"], generator=torch.Generator().manual_seed(9)).to(case["dtype"])
@@ -90,7 +90,7 @@ def check(case: dict[str, Any]) -> None:
         **rows_of(case["S"], q_len),
         **extra,
     )
-    got = certify(q, cache, pool.witness, pool.table, bands, **arguments)
+    got = certify(q, cache, pool.witness, pool.table, bands, backend=backend, **arguments)
     want = certify(q, cache, pool.witness, pool.table, bands, backend="reference", **arguments)
     assert_outward(got.acc, want.acc, absolute=2e-6 if case["option"] == "sinks" else 1e-12)
     torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-4)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import InputError
+from witcert_core.kernels.append.cpu import append_cpu
 from witcert_core.kernels.append.launch import launch_append
 from witcert_core.kernels.append.reference import append_reference
 from witcert_core.kernels.host.arguments import DitherOf, PackedCache
@@ -65,7 +66,7 @@ def append_int8(
     if key.stride(2) != 1 or value.stride(2) != 1:
         raise InputError("the channels of key and value must lie side by side in memory (last stride 1)")
     check_vector("slot_mapping", slot_mapping, key.shape[0], torch.int64)
-    write = append_reference if resolve(backend, key.device) == "reference" else launch_append
+    write = {"reference": append_reference, "cpu": append_cpu, "triton": launch_append}[resolve(backend, key.device)]
     write(key, value, cache, slot_mapping, DitherOf(dither_key, layer))
 
 

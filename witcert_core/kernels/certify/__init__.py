@@ -13,6 +13,7 @@ from torch import Tensor
 
 from witcert_core.cache.bands import BandMap
 from witcert_core.errors import InputError, UnsupportedError
+from witcert_core.kernels.certify.cpu import certify_cpu
 from witcert_core.kernels.certify.launch import launch_certify
 from witcert_core.kernels.certify.reference import certify_reference
 from witcert_core.kernels.device.arguments import Rows
@@ -89,22 +90,28 @@ def certify(
         delta_loc = torch.zeros(q.shape[0], dtype=torch.float32, device=q.device)
     spec = attention_spec(q, sm_scale, logits_soft_cap, window_left, sinks, arithmetic)
     constant = spec.kernel(q.dtype, k.dtype, v.dtype).cast_radius
-    if resolve(backend, q.device) == "reference":
+    backend = resolve(backend, q.device)
+    if backend == "reference":
         rows = list(zip(row_request.tolist(), row_position.tolist(), strict=True))
         found = certify_reference(q, k, v, witness, value_witness, table, bands, rows, spec, constant, steps, delta_loc)
         return Certificate(*(x.to(torch.float32) for x in found))
 
-    check_compute_dtype(q.dtype)
+    check_compute_dtype(q.dtype, backend)
     shape = q.shape[:2]
     acc = torch.full((*shape, NUM_ACC_FIELDS), float("inf"), dtype=torch.float32, device=q.device)
     omega, lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    band = checks.band_on(bands.channel_band, q.device)
+    if backend == "cpu":
+        sides = (witness, value_witness, band, bands.num_bands, steps, delta_loc, table)
+        certify_cpu(q, k, v, *sides, row_request, row_position, spec, constant, acc, omega, lse)
+        return Certificate(acc, omega, lse)
     launch_certify(
         q,
         k,
         v,
         witness,
         value_witness,
-        checks.band_on(bands.channel_band, q.device),
+        band,
         bands.num_bands,
         steps,
         delta_loc,

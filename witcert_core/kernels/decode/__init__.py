@@ -10,6 +10,7 @@ from torch import Tensor
 
 from witcert_core.errors import InputError
 from witcert_core.kernels.counters import counter_of
+from witcert_core.kernels.decode.cpu import decode_cpu
 from witcert_core.kernels.decode.launch import launch_decode
 from witcert_core.kernels.decode.reference import decode_reference
 from witcert_core.kernels.host import checks
@@ -96,11 +97,23 @@ def decode_int8(
     checks.check_vector("delta_loc", delta_loc, rows, torch.float32)
     spec = attention_spec(q, sm_scale, logits_soft_cap, window_left, sinks)
     dither = DitherOf(key, layer)
-    if resolve(backend, q.device) == "reference":
+    backend = resolve(backend, q.device)
+    if backend == "reference":
         found = decode_reference(q, cache, table, dither, spec, delta_loc, q_len=q_len)
         return found[0].to(q.dtype), found[1].to(torch.float32), found[2].to(torch.float32)
 
-    check_compute_dtype(q.dtype)
+    check_compute_dtype(q.dtype, backend)
+    if backend == "cpu":
+        shape = (rows, heads)
+        out = torch.empty(*shape, v_dim, dtype=q.dtype) if out is None else out
+        lse = torch.empty(shape, dtype=torch.float32) if lse is None else lse
+        if acc is None:
+            acc = torch.empty(rows if meter else 0, heads, NUM_ACC_FIELDS, dtype=torch.float32)
+        cells = decode_cpu(q, cache, table, dither, spec, delta_loc, out, lse, acc if meter else None, q_len=q_len)
+        counter = counter_of(counters, layer)
+        if counter is not None and meter:
+            counter += cells
+        return out, lse, acc
     space = workspace or Workspace.allocate(rows, heads, v_dim, max_kv_len, q.device)
     if space.capacity < max_kv_len or space.part_o.shape[:2] != (rows, heads):
         raise InputError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import InputError
+from witcert_core.kernels.extend.cpu import extend_cpu
 from witcert_core.kernels.extend.launch import Chunk, launch_extend, launch_extend_meter
 from witcert_core.kernels.extend.reference import extend_reference
 from witcert_core.kernels.host import checks
@@ -76,15 +77,19 @@ def extend_int8(
     checks.check_vector("delta_loc", delta_loc, count, torch.float32)
     spec = attention_spec(q, sm_scale, logits_soft_cap, window_left, sinks)
     dither = DitherOf(key, layer)
-    if resolve(backend, q.device) == "reference":
+    backend = resolve(backend, q.device)
+    if backend == "reference":
         found = extend_reference(chunk, cache, dither, spec, meter_rows, delta_loc)
         return found[0].to(q.dtype), found[1].to(torch.float32), found[2].to(torch.float32)
 
-    check_compute_dtype(q.dtype)
+    check_compute_dtype(q.dtype, backend)
     heads = q.shape[1]
     out = torch.empty(*q.shape[:2], v_new.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     acc = torch.full((count, heads, NUM_ACC_FIELDS), float("inf"), dtype=torch.float32, device=q.device)
+    if backend == "cpu":
+        extend_cpu(chunk, cache, dither, spec, meter_rows, delta_loc, out, lse, acc)
+        return out, lse, acc
     launch_extend(chunk, cache, dither, spec, out, lse)
     if count:
         if delta_loc is None:

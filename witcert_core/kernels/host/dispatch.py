@@ -1,8 +1,8 @@
 """Which implementation runs, a plain error where none can, and the one place where kernels are launched.
 
-``triton`` needs a GPU, or a CPU with ``TRITON_INTERPRET=1`` (tests). ``reference`` is torch in float64 and
-runs anywhere. ``auto`` takes Triton where it can run and refuses otherwise: a slow path is only taken when
-asked for.
+``triton`` needs a GPU, or a CPU with ``TRITON_INTERPRET=1`` (tests). ``cpu`` is compiled on first use and needs a
+C++ compiler. ``reference`` is torch in float64 and runs anywhere. ``auto`` takes the one that its tensors' device has
+and refuses where that cannot run: a slow path is only taken when asked for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from witcert_core.errors import UnsupportedError
 from witcert_core.meter.kernel_error import KernelArithmetic
 
-BACKENDS = ("auto", "triton", "reference")
+BACKENDS = ("auto", "triton", "cpu", "reference")
 
 
 def interpreting() -> bool:
@@ -30,14 +30,23 @@ def kernels_serve(device: str) -> bool:
 
 
 def resolve(backend: str, device: torch.device) -> str:
-    """``"triton"`` or ``"reference"``.
+    """``"triton"``, ``"cpu"`` or ``"reference"``.
 
     Raises:
-        UnsupportedError: an unknown name, Triton not installed, or a device it cannot run on.
+        UnsupportedError: an unknown name, Triton not installed, or a device that it cannot run on.
     """
     if backend not in BACKENDS:
         raise UnsupportedError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}")
+    on_cpu = device.type == "cpu"
+    if backend == "auto":
+        backend = "cpu" if on_cpu and not interpreting() else "triton"
     if backend == "reference":
+        return backend
+    if backend == "cpu":
+        if not on_cpu:
+            raise UnsupportedError(
+                f"backend is 'cpu', but tensors are on {device.type!r}; allowed there are auto and triton"
+            )
         return backend
     if importlib.util.find_spec("triton") is None:
         raise UnsupportedError(
@@ -45,8 +54,8 @@ def resolve(backend: str, device: torch.device) -> str:
         )
     if device.type != "cuda" and not interpreting():
         raise UnsupportedError(
-            f"tensors are on {device.type!r}, where Triton cannot run; move them to a GPU, or ask for "
-            "backend='reference' (slow, float64)"
+            f"tensors are on {device.type!r}, where Triton cannot run; move them to a GPU, or ask for backend='cpu' or "
+            "'reference' (slow, float64)"
         )
     return "triton"
 
@@ -57,9 +66,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         kernel[grid](*arguments, **options)
 
 
-def check_compute_dtype(dtype: torch.dtype) -> None:
+def check_compute_dtype(dtype: torch.dtype, backend: str) -> None:
     """Refuse dtypes the kernels cannot compute with; bf16 dots are wrong under Triton's interpreter."""
-    allowed = (torch.float32, torch.float16) if interpreting() else (torch.float32, torch.float16, torch.bfloat16)
+    whole = backend == "cpu" or not interpreting()
+    allowed = (torch.float32, torch.float16, torch.bfloat16) if whole else (torch.float32, torch.float16)
     if dtype not in allowed:
         names = ", ".join(str(d) for d in allowed)
         raise UnsupportedError(f"queries have dtype {dtype}; allowed here are {names}")

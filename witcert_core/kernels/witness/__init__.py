@@ -12,6 +12,7 @@ from witcert_core.cache.bands import BandMap
 from witcert_core.errors import InputError
 from witcert_core.kernels.host import checks
 from witcert_core.kernels.host.dispatch import resolve
+from witcert_core.kernels.witness.cpu import record_cpu
 from witcert_core.kernels.witness.launch import launch_record
 from witcert_core.kernels.witness.reference import record_witness_reference
 
@@ -61,11 +62,15 @@ def record_witness(
     if bands.head_dim != exact_k.shape[2]:
         raise InputError(f"the band map is for {bands.head_dim} channels; K has {exact_k.shape[2]}")
     tensors = exact_k.contiguous(), exact_v.contiguous(), stored_k.contiguous(), stored_v.contiguous()
-    if resolve(backend, exact_k.device) == "reference":
+    backend = resolve(backend, exact_k.device)
+    if backend == "reference":
         record_witness_reference(*tensors, witness, value_witness, slot_mapping, bands)
         return
     k, v, stored_k, stored_v = tensors
     band = checks.band_on(bands.channel_band, k.device)
+    if backend == "cpu":
+        record_cpu(*tensors, witness, value_witness, slot_mapping, band, bands.num_bands)
+        return
     launch_record(k, stored_k, witness, slot_mapping, band, bands.num_bands)
     launch_record(v, stored_v, value_witness, slot_mapping, None, 1)
 

@@ -1,0 +1,276 @@
+// What every attention kernel here shares: weights of a tile of 64 tokens, the sums the meter is made of, and the merge
+// of splits. decode/reference.py and meter/sums.py say what the sums are and what may not be fallen below.
+//
+// Weights are relative to 2^ref with an integer ref, so that rescaling is exact. A split of SPLIT tokens is summed by
+// itself and splits are merged in order, so that a row's bits do not depend on its batch or on the number of threads.
+// Sums over a tile are float32, over tiles float64; constants are those of kernels/host/slack.py, rounded outward.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "vec.h"
+
+namespace witcert {
+
+constexpr int TILE = 64, SUB = TILE / LANES, SPLIT = 512, NUM_FIELDS = 16;
+constexpr int MAX_DIM = 256, MAX_GROUPS = MAX_DIM / 32, MAX_SIDES = 64;
+constexpr int PAIRS = 4;  // (query row, head) pairs that share a pass over a tile
+constexpr float UP16 = 1.0f + 0x1p-16f, SOFTMAX = 0x1p-20f + 0x1p-40f, SOFTCAP = 0x1p-21f, FAR_SHARE = 0x1p-22f;
+constexpr float LOG2E = 1.44269504f, SQUARE_MAX = 2.4e17f, LOST_WEIGHT = 0x1p-120f, NO_NUMBER = __builtin_nanf("");
+constexpr double SUM_UP = 1.0 + 0x1p-12;
+
+// (channels + 2) 2^-23: an fp32 dot product in any order.
+inline float dot_error(int64_t channels) { return (float)(channels + 2) * 0x1p-23f; }
+
+// Tokens first .. limit - 1.
+struct Span {
+  int64_t first, limit;
+};
+
+inline Span span_at(int64_t position, int64_t window_left) {
+  return {window_left >= 0 ? std::max<int64_t>(position - window_left, 0) : 0, std::max<int64_t>(position + 1, 0)};
+}
+
+// Pages of some requests, as FlashInfer has them.
+struct Pages {
+  const int32_t *indptr, *indices, *last_page_len;
+
+  int64_t length(int64_t request, int64_t page_size) const {
+    const int64_t count = indptr[request + 1] - indptr[request];
+    return count > 0 ? (count - 1) * page_size + last_page_len[request] : 0;
+  }
+};
+
+// What the sums need of 64 tokens of one KV head.
+struct Measured {
+  alignas(64) float unknown[TILE];    // infinite where a key's radius is
+  alignas(64) float v_unknown[TILE];  // infinite where a value's is
+  alignas(64) float rho[TILE], v_square[TILE];
+};
+
+inline double grown(float c) { return (double)growth(splat(c))[0]; }
+
+// Sums of one pair, relative to 2^ref.
+struct Sums {
+  double mass = 0, rest = 0, eta = 0, q = 0, v2 = 0, rho1 = 0, rho2 = 0, heaviest = -1;
+  float ref = -INF, heaviest_c = 0, most = 0, rho_max = 0, rho_min = INF, v_max = 0, omega = 0;
+  bool sees = false, broken = false, v_unknown = false;
+
+  // To a reference of at least `to`; the exact factor of what was summed before.
+  double raise(float to) {
+    if (to == ref) return 1.0;
+    const double by = ref == -INF ? 0.0 : std::ldexp(1.0, (int)std::max(ref - to, -2000.0f));
+    for (double* x : {&mass, &rest, &eta, &q, &v2, &rho1, &rho2}) *x *= by;
+    if (heaviest > 0) heaviest *= by;
+    ref = to;
+    return by;
+  }
+
+  // A weight that is not the heaviest.
+  void add(double w, float c) {
+    const double g = grown(c);
+    rest += w, eta += w * g, q += w * g * std::min(g, (double)SQUARE_MAX);
+    most = std::max(most, c);
+  }
+
+  // The heaviest of some tokens whose others are in the sums already.
+  void meet(double w, float c) {
+    if (heaviest < 0) {
+      heaviest = w, heaviest_c = c;
+    } else if (w > heaviest) {
+      add(heaviest, heaviest_c);
+      heaviest = w, heaviest_c = c;
+    } else {
+      add(w, c);
+    }
+  }
+
+  // Other tokens' sums; the factor of those here.
+  double join(const Sums& x) {
+    sees |= x.sees, broken |= x.broken, v_unknown |= x.v_unknown;
+    omega = std::max(omega, x.omega), most = std::max(most, x.most), v_max = std::max(v_max, x.v_max);
+    rho_max = std::max(rho_max, x.rho_max), rho_min = std::min(rho_min, x.rho_min);
+    const double own = raise(std::max(ref, x.ref)), factor = factor_of(x);
+    mass += x.mass * factor, rest += x.rest * factor, eta += x.eta * factor, q += x.q * factor;
+    v2 += x.v2 * factor, rho1 += x.rho1 * factor, rho2 += x.rho2 * factor;
+    if (x.heaviest >= 0) meet(x.heaviest * factor, x.heaviest_c);
+    return own;
+  }
+
+  double factor_of(const Sums& x) const {
+    return x.ref == -INF ? 0.0 : std::ldexp(1.0, (int)std::max(x.ref - ref, -2000.0f));
+  }
+};
+
+// What a weight's exponent and the cap may be off by, the same for every token, as a radius.
+inline float fixed_radius(double soft_cap) { return SOFTMAX + (float)std::max(soft_cap, 0.0) * SOFTCAP; }
+
+inline vf soft_capped(vf z, float cap) { return cap - 2.0f * cap / (1.0f + exponential(2.0f * z / cap)); }
+
+// Weights `w [TILE]` of a pair's logits of the tile that begins at token `begin` and has `count`; the factor of what
+// was summed before. With `meter` also its sums, from `radius` (of 16 tokens, by the index of the first); and the
+// largest omega of this kernel and another with the same arithmetic, from the error of each logit's `product`, if
+// given.
+template <class Radius>
+float weigh(Sums& own, Span sees, int64_t begin, int count, const float* logits, float* w_out, bool meter, float fixed,
+            const Measured& side, Radius radius, const float* product = nullptr) {
+  const vi low = splat((int32_t)std::max<int64_t>(sees.first - begin, 0));
+  const vi high = splat((int32_t)std::min<int64_t>(std::max<int64_t>(sees.limit - begin, 0), count));
+  vf z[SUB], w[SUB], gap[SUB];
+  vi visible[SUB];
+  float top = -INF;
+  bool some = false;
+  for (int j = 0; j < SUB; j++) {
+    const vi token = lane_index() + 16 * j;
+    visible[j] = (token >= low) & (token < high);
+    z[j] = visible[j] ? load(logits + 16 * j) * LOG2E : splat(-INF);
+    top = std::max(top, largest(z[j]));
+    some |= any(visible[j]);
+    own.broken |= any(z[j] != z[j]);
+    store(w_out + 16 * j, splat(0.0f));
+  }
+  if (!some) return 1.0f;
+  own.sees = true;
+  // No number, or nothing above -inf: there are no weights to speak of.
+  own.broken |= top == INF || (top == -INF && own.ref == -INF);
+  if (own.broken) return 1.0f;
+  const float factor = (float)own.raise(std::max(own.ref, std::ceil(top)));
+  vf total = splat(0.0f);
+  for (int j = 0; j < SUB; j++) {
+    gap[j] = z[j] - own.ref;
+    w[j] = exp2_down(gap[j]);
+    total += w[j];
+    store(w_out + 16 * j, w[j]);
+  }
+  own.mass += (double)sum(total);
+  if (!meter) return factor;
+
+  float most_w = -INF;
+  for (int j = 0; j < SUB; j++) most_w = std::max(most_w, largest(visible[j] ? w[j] : splat(-INF)));
+  int at = -1;
+  for (int j = 0; j < SUB && at < 0; j++)
+    if (any(visible[j] & (w[j] == splat(most_w))))
+      for (int i = 0; i < LANES && at < 0; i++)
+        if (visible[j][i] && w[j][i] == most_w) at = 16 * j + i;
+  const vf none = splat(0.0f);
+  vf rest = none, eta = none, q = none, v2 = none, rho1 = none, rho2 = none, most = none, rho_max = none, v_max = none;
+  vf rho_min = splat(INF);
+  float heaviest_c = 0.0f;
+  for (int j = 0; j < SUB; j++) {
+    if (!any(visible[j])) continue;
+    const vf far = gap[j] < -150.0f ? splat(150.0f) : -gap[j];
+    const vf error = far * FAR_SHARE + fixed;
+    const vf c = radius(16 * j) + error + load(side.unknown + 16 * j);
+    if (product) {
+      const vf both = load(product + 16 * j) * 2.0f + (error + fixed);
+      own.omega = std::max(own.omega, largest(visible[j] ? both : none));
+      if (any(visible[j] & (both != both))) own.omega = INF;
+    }
+    const vi other = visible[j] & (lane_index() + 16 * j != splat(at));
+    if (at / 16 == j) heaviest_c = c[at % 16];
+    const vf other_w = other ? w[j] : none, other_c = other ? c : none;
+    const vf g = growth(other_c), first = other_w * g;
+    rest += other_w, eta += first, q += first * smaller(g, splat(SQUARE_MAX));
+    most = larger(other_c, most);
+    const vf rho = load(side.rho + 16 * j), square = load(side.v_square + 16 * j);
+    v2 += w[j] * square, rho1 += w[j] * rho, rho2 += w[j] * rho * rho;
+    rho_max = larger(visible[j] ? rho : none, rho_max), rho_min = smaller(visible[j] ? rho : splat(INF), rho_min);
+    v_max = larger(visible[j] ? square : none, v_max);
+    own.v_unknown |= any(visible[j] & ((load(side.v_unknown + 16 * j) > 0.0f) | (square != square)));
+  }
+  own.rest += sum(rest), own.eta += sum(eta), own.q += sum(q);
+  own.v2 += sum(v2), own.rho1 += sum(rho1), own.rho2 += sum(rho2);
+  own.most = std::max(own.most, largest(most)), own.rho_max = std::max(own.rho_max, largest(rho_max));
+  own.rho_min = std::min(own.rho_min, -largest(-rho_min)), own.v_max = std::max(own.v_max, largest(v_max));
+  own.meet(most_w, heaviest_c);
+  return factor;
+}
+
+// Add sum_t w_t v_t of `N` pairs to their outputs `out [N][width]`, at `channels` channels that share a weight;
+// `values` gives 16 of them from token and channel.
+template <int N, class Values>
+void add_values(float* out, int64_t width, int64_t first, int64_t last, int count, const float (*w)[TILE],
+                const float* factor, Values values) {
+  for (int64_t c = first; c < last; c += LANES) {
+    vf even[N], odd[N];
+    for (int m = 0; m < N; m++) even[m] = odd[m] = splat(0.0f);
+    int i = 0;
+    for (; i + 1 < count; i += 2) {
+      const vf one = values(i, c), two = values(i + 1, c);
+      for (int m = 0; m < N; m++) even[m] += one * w[m][i], odd[m] += two * w[m][i + 1];
+    }
+    if (i < count) {
+      const vf one = values(i, c);
+      for (int m = 0; m < N; m++) even[m] += one * w[m][i];
+    }
+    for (int m = 0; m < N; m++) {
+      float* o = out + m * width + c;
+      store(o, load(o) * factor[m] + (even[m] + odd[m]));
+    }
+  }
+}
+
+// A pair's splits so far, merged in order.
+struct Merged {
+  Sums sums;
+  std::vector<double> out;
+
+  void take(const Sums& part, const float* values, int64_t width) {
+    if (!part.sees) return;
+    const double own = sums.join(part), factor = sums.factor_of(part);
+    if (!values) return;
+    if (out.empty()) out.assign((size_t)width, 0.0);
+    for (int64_t c = 0; c < width; c++) out[c] = out[c] * own + (double)values[c] * factor;
+  }
+
+  // A learned sink: one more token, of value 0 and next to no radius.
+  void sink(float logit) {
+    const double at = (double)logit * 1.4426950408889634;
+    if (!(std::fabs(at) < (double)INF)) {
+      sums.broken = sums.broken || !(logit == -INF);
+      return;
+    }
+    const double own = sums.raise(std::max(sums.ref, (float)std::ceil(at)));
+    for (double& x : out) x *= own;
+    const double w = std::exp2(at - sums.ref);
+    sums.mass += w, sums.rho_min = 0.0f, sums.sees = true;
+    sums.meet(w, SOFTMAX);
+  }
+
+  float base2_lse() const {
+    return !sums.sees ? -INF : sums.broken ? NO_NUMBER : (float)(sums.ref + std::log2(sums.mass));
+  }
+
+  // sum p v of channel c: 0 where nothing is seen, no number where weights are none.
+  float output(int64_t c) const {
+    if (!sums.sees) return 0.0f;
+    return sums.broken ? NO_NUMBER : out.empty() ? 0.0f : (float)(out[c] / sums.mass);
+  }
+
+  // The sixteen fields of AccField over `num_visible` tokens; true where there is something to measure.
+  bool fields(float* acc, int64_t num_visible) const {
+    if (!sums.sees || sums.broken) {
+      for (int i = 0; i < NUM_FIELDS; i++) acc[i] = INF;
+      return sums.sees;
+    }
+    const Sums& s = sums;
+    const double inverse = 1.0 / s.mass, cap = SQUARE_MAX;
+    const double lost = s.most == 0.0f ? 0.0 : (double)std::max<int64_t>(num_visible, 1) * LOST_WEIGHT;
+    const double g_lost = grown(s.most), g_h = grown(s.heaviest_c), p_h = std::max(s.heaviest, 0.0) * inverse;
+    const double mass_r = s.rest * inverse * SUM_UP + lost, eta_r = s.eta * inverse * SUM_UP + lost * g_lost;
+    const double q_r = s.q * inverse * SUM_UP + lost * g_lost * std::min(g_lost, cap);
+    const double eta = eta_r + p_h * g_h * SUM_UP, q = q_r + p_h * g_h * std::min(g_h, cap) * SUM_UP;
+    const double m = std::max(s.most, s.heaviest_c), log_a = std::min(std::log1p(eta) * (1.0 + 0x1p-15), m);
+    const double about[10] = {eta, q, m, p_h * (1.0 - 0x1p-12), s.heaviest_c, eta_r, q_r, s.most, mass_r, log_a};
+    const double of_values[6] = {s.v2 * inverse * SUM_UP,     s.rho1 * inverse * SUM_UP,
+                                 s.rho2 * inverse * SUM_UP,   s.rho_max * SUM_UP,
+                                 s.rho_min * (1.0 - 0x1p-12), std::sqrt((double)s.v_max) * SUM_UP};
+    bool known = !s.v_unknown;
+    for (double x : of_values) known &= x < (double)INF;
+    for (int i = 0; i < 10; i++) acc[i] = about[i] == about[i] ? (float)about[i] : INF;
+    for (int i = 0; i < 6; i++) acc[10 + i] = known ? (float)of_values[i] : INF;
+    return true;
+  }
+};
+
+}  // namespace witcert

@@ -1,0 +1,66 @@
+// Keys and values in 32 or 16 bit as an attention kernel reads them: tiles of 64 tokens, products in float32.
+#pragma once
+#include "attention.h"
+#include "numbers.h"
+
+namespace witcert {
+
+struct ExactTile : Measured {
+  alignas(64) float key[MAX_DIM][TILE];    // by channel
+  alignas(64) float value[TILE][MAX_DIM];  // by token
+  alignas(64) float key_length[TILE];
+  int count;
+  int64_t head_dim;
+
+  // `n` tokens: their keys and, if there are any, values begin at `keys[i]` and `values[i]`. What the sums need of them
+  // only with `meter`.
+  void read(const void* const* keys, int64_t dim, const void* const* values, int64_t v_dim, int n, int64_t dtype,
+            bool meter) {
+    count = n, head_dim = dim;
+    alignas(64) float rows[16][MAX_DIM];
+    for (int sub = 0; sub < SUB; sub++) {
+      for (int i = 0; i < 16; i++)
+        for (int64_t c = 0; c < dim; c += 16)
+          store(rows[i] + c, numbers(keys[std::min(16 * sub + i, n - 1)], c, dtype));
+      for (int64_t c = 0; c < dim; c += 16) {
+        const void* from[16];
+        for (int i = 0; i < 16; i++) from[i] = rows[i] + c;
+        vi words[16];
+        transpose(from, words);
+        for (int i = 0; i < 16; i++) store(key[c + i] + 16 * sub, (vf)words[i]);
+      }
+    }
+    for (int i = 0; values && i < n; i++)
+      for (int64_t c = 0; c < v_dim; c += 16) store(value[i] + c, numbers(values[i], c, dtype));
+    if (!meter) return;
+    for (int i = 0; i < TILE; i += LANES) {
+      vf square = splat(0.0f);
+      for (int64_t c = 0; c < dim; c++) square += load(key[c] + i) * load(key[c] + i);
+      store(key_length + i, root(square) * UP16 + 0x1p-58f);
+      for (float* x : {unknown, v_unknown, rho, v_square}) store(x + i, splat(0.0f));
+    }
+    for (int i = 0; values && i < n; i++) {
+      vf square = splat(0.0f);
+      for (int64_t c = 0; c < v_dim; c += LANES) square += load(value[i] + c) * load(value[i] + c);
+      v_square[i] = sum(square);
+    }
+  }
+
+  // Products of `N` queries `q [N][head_dim]` with 16 tokens.
+  template <int N>
+  void products(int sub, const float* q, vf* z) const {
+    for (int m = 0; m < N; m++) z[m] = splat(0.0f);
+    for (int64_t c = 0; c < head_dim; c++) {
+      const vf k = load(key[c] + 16 * sub);
+      for (int m = 0; m < N; m++) z[m] += k * q[m * head_dim + c];
+    }
+  }
+};
+
+inline double length_of(const float* q, int64_t dim) {
+  double square = 0.0;
+  for (int64_t c = 0; c < dim; c++) square += (double)q[c] * q[c];
+  return std::sqrt(square);
+}
+
+}  // namespace witcert
