@@ -10,7 +10,7 @@ from torch import Tensor
 
 from witcert_core.evaluate.offline.attention import causal_attention
 from witcert_core.meter.attention import AttentionSpec
-from witcert_core.meter.audit import compare_rows, output_excess
+from witcert_core.meter.audit import compare_rows, output_excess, true_tv
 
 HQ, HKV, D, S = 4, 2, 64, 90
 SCALE = D**-0.5
@@ -88,3 +88,10 @@ def test_rows_whose_reads_are_not_known_or_no_numbers_are_not_compared() -> None
     assert found.excess.isnan().tolist() == [[True, True, False, False], [True] * 4, [True] * 4]
     assert found.tv.isnan().tolist() == [[False] * 4, [False] * 4, [True] * 4]
     assert compare_rows(rows, [None] * 3, [], read, k.__getitem__, torch.zeros(3, dtype=torch.bool), spec) is None
+
+
+def test_a_weight_next_to_one_is_no_variation() -> None:
+    """1 - 1e-8 is 1 in float32: what the other tokens weigh must not be counted as moved, or no tight bound holds."""
+    q, k = torch.tensor([[1.0]]), torch.zeros(40, 1, 1)
+    k[7] = 18.0
+    assert float(true_tv(q, k, k, AttentionSpec(1.0))) < 1e-12

@@ -91,8 +91,6 @@ def output_excess(
 def true_tv(q: Tensor, stored: Tensor, exact: Tensor, spec: AttentionSpec) -> Tensor:
     """True TV ``[H]``: exact weights in float64 against compressed ones in float32, as in an engine.
 
-    Weights in float32 may sum to a little more than 1, and disjoint ones then be further apart than distributions are.
-
     Args:
         q: ``[H, D]``.
         stored: ``[S, Hkv, D]`` keys as the kernel reads them.
@@ -121,7 +119,11 @@ def true_error(
 
 
 def _weights(q: Tensor, stored: Tensor, exact: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Exact weights ``[H, S]`` in float64 and compressed ones in float32, a sink's last."""
+    """Exact weights ``[H, S]`` in float64 and compressed ones in float32, divided by their own sum, a sink's last.
+
+    In float32 a weight of 1 - 1e-8 is 1: without the division half of what the others weigh would be called variation,
+    which an engine that divides its output by the sum of its weights does not have.
+    """
     truth = spec.logits(q.to(torch.float64), exact.to(torch.float64))
-    single = spec.logits(q.to(torch.float32), stored.to(torch.float32))
-    return softmax_with_sink(truth, spec.sinks), softmax_with_sink(single, spec.sinks)
+    single = softmax_with_sink(spec.logits(q.to(torch.float32), stored.to(torch.float32)), spec.sinks).to(torch.float64)
+    return softmax_with_sink(truth, spec.sinks), single / single.sum(dim=-1, keepdim=True)

@@ -40,7 +40,7 @@ class NotCompiledError(UnsupportedError):
 
 
 def pointers(tensors: Mapping[str, Tensor | None]) -> dict[str, int]:
-    """Addresses of those that are there, by name, as fields of an ``Arguments`` structure; tensors ``[...]`` of any shape."""
+    """Addresses of those that are there, by name, as ``Arguments`` fields; ``[...]`` of any shape."""
     return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
 
 
