@@ -64,7 +64,7 @@ test-core: $(ENVS)/core/.lean
 	$(CORE)/python -m pytest tests/quantizers tests/meter tests/cache tests/policy tests/report tests/serving tests/cli tests/project tests/demo tests/lean
 
 test-kernels: $(ENVS)/sglang/.ready
-	TRITON_INTERPRET=1 $(SGLANG)/python -m pytest tests/kernels
+	TRITON_INTERPRET=1 $(SGLANG)/python -m pytest tests/kernels --ignore tests/kernels/test_vllm_pages.py
 
 # Every installed quantizer in one matrix, and each plugin against a public implementation where there is one.
 test-plugins: $(ENVS)/sglang/.ready
@@ -89,6 +89,7 @@ test-sglang: $(ENVS)/sglang/.ready
 # Parity asks both engines, so this needs both environments.
 test-vllm: $(ENVS)/vllm/.ready $(ENVS)/sglang/.ready
 	$(VLLM)/python -m pytest tests/vllm
+	TRITON_INTERPRET=1 $(VLLM)/python -m pytest tests/kernels/test_vllm_pages.py
 
 soak: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m bench.sglang.soak --seconds $(SOAK_SECONDS)
