@@ -144,14 +144,10 @@ int64_t measure_rows(const Arguments& a, const std::vector<int64_t>& rows, int64
     for (int64_t begin = split; begin < std::min(split + SPLIT, last); begin += TILE) {
       if (begin + TILE <= first) continue;
       tile.read(a, request, kv_head, begin, std::min(begin + TILE, last));
-      int p = 0;
-      const auto some = [&](auto n) {
+      const auto some = [&](auto n, int p) {
         measure<decltype(n)::value>(a, tile, &q[p * dim], &of[p], &spans[p], begin, &sums[p]);
       };
-      for (; p + PAIRS <= pairs; p += PAIRS) some(std::integral_constant<int, PAIRS>());
-      if (pairs - p == 3) some(std::integral_constant<int, 3>());
-      if (pairs - p == 2) some(std::integral_constant<int, 2>());
-      if (pairs - p == 1) some(std::integral_constant<int, 1>());
+      by_pairs(pairs, some);
     }
     for (int p = 0; p < pairs; p++) all[p].take(sums[p], nullptr, 0);
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import c_double, c_int64, c_void_p
 
 import torch
@@ -23,6 +24,12 @@ _SIZES = (
     *("rows", "heads", "kv_heads", "head_dim", "v_dim", "page_size", "bands", "q_dtype", "dtype", "window_left"),
     "threads",
 )
+
+
+@functools.cache
+def _levels() -> Tensor:
+    """What each code of a witness stands for, ``[256]``."""
+    return decode_norm(torch.arange(256, dtype=torch.uint8)).to(torch.float32)
 
 
 class Arguments(ctypes.Structure):
@@ -62,9 +69,8 @@ def certify_cpu(
         ``channel_band`` int32 ``[D]``, V is not read without ``value_witness``.
     """
     check_channels(k.shape[3], v.shape[3])
-    levels = decode_norm(torch.arange(256, dtype=torch.uint8)).to(torch.float32)
     tensors = {"q": q, "k": k, "v": None if value_witness is None else v, "witness": witness}
-    tensors |= {"value_witness": value_witness, "steps": steps, "band": channel_band, "levels": levels}
+    tensors |= {"value_witness": value_witness, "steps": steps, "band": channel_band, "levels": _levels()}
     tensors |= {"delta_loc": delta_loc, "row_request": row_request, "row_position": row_position}
     tensors |= {"sinks": spec.sinks, "acc": acc, "omega": omega, "lse": lse}
     sizes = (

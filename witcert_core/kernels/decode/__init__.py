@@ -103,14 +103,14 @@ def decode_int8(
         return found[0].to(q.dtype), found[1].to(torch.float32), found[2].to(torch.float32)
 
     check_compute_dtype(q.dtype, backend)
+    out = torch.empty(rows, heads, v_dim, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device) if lse is None else lse
+    if acc is None:
+        size = rows if meter else 0
+        acc = torch.full((size, heads, NUM_ACC_FIELDS), float("inf"), dtype=torch.float32, device=q.device)
+    counter = counter_of(counters, layer)
     if backend == "cpu":
-        shape = (rows, heads)
-        out = torch.empty(*shape, v_dim, dtype=q.dtype) if out is None else out
-        lse = torch.empty(shape, dtype=torch.float32) if lse is None else lse
-        if acc is None:
-            acc = torch.empty(rows if meter else 0, heads, NUM_ACC_FIELDS, dtype=torch.float32)
         cells = decode_cpu(q, cache, table, dither, spec, delta_loc, out, lse, acc if meter else None, q_len=q_len)
-        counter = counter_of(counters, layer)
         if counter is not None and meter:
             counter += cells
         return out, lse, acc
@@ -120,12 +120,6 @@ def decode_int8(
             f"the workspace is for {tuple(space.part_o.shape[:2])} rows and heads up to {space.capacity} "
             f"tokens, not for {(rows, heads)} up to {max_kv_len}"
         )
-    out = torch.empty(rows, heads, v_dim, dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device) if lse is None else lse
-    if acc is None:
-        size = rows if meter else 0
-        acc = torch.full((size, heads, NUM_ACC_FIELDS), float("inf"), dtype=torch.float32, device=q.device)
-    counter = counter_of(counters, layer)
     if delta_loc is None:
         delta_loc = torch.zeros(rows, dtype=torch.float32, device=q.device)
     flag = flag if meter else None

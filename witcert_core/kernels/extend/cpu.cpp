@@ -110,15 +110,11 @@ int64_t attend_rows(const Arguments& a, int64_t request, int64_t kv_head, const 
         value[i] = values + (begin + i) * a.v_row * size;
       }
       work.exact.read(key, dim, value, width, count, cache.dtype, some);
-      int p = 0;
-      const auto args = [&](auto n) {
+      const auto args = [&](auto n, int p) {
         attend_exact<decltype(n)::value>(a, work.exact, q.data(), length.data(), p, prefix + begin, spans.data(),
                                          of_meter, sums.data(), parts.data());
       };
-      for (; p + PAIRS <= pairs; p += PAIRS) args(std::integral_constant<int, PAIRS>());
-      if (pairs - p == 3) args(std::integral_constant<int, 3>());
-      if (pairs - p == 2) args(std::integral_constant<int, 2>());
-      if (pairs - p == 1) args(std::integral_constant<int, 1>());
+      by_pairs(pairs, args);
     }
     merge();
   }

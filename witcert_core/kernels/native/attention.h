@@ -102,6 +102,16 @@ struct Sums {
   }
 };
 
+// `some(N, p)` for all pairs p .. p + N - 1, PAIRS at a time and then what is left; N is a constant of its type.
+template <class Some>
+void by_pairs(int pairs, Some some) {
+  int p = 0;
+  for (; p + PAIRS <= pairs; p += PAIRS) some(std::integral_constant<int, PAIRS>(), p);
+  if (pairs - p == 3) some(std::integral_constant<int, 3>(), p);
+  if (pairs - p == 2) some(std::integral_constant<int, 2>(), p);
+  if (pairs - p == 1) some(std::integral_constant<int, 1>(), p);
+}
+
 // What a weight's exponent and the cap may be off by, the same for every token, as a radius.
 inline float fixed_radius(double soft_cap) { return SOFTMAX + (float)std::max(soft_cap, 0.0) * SOFTCAP; }
 

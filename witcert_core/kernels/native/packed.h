@@ -383,11 +383,7 @@ inline void attend_packed(const PackedTile& t, Queries& x, int64_t begin, const 
     else
       attend_packed<N, 3>(t, x, p, begin, spans, meter, sm_scale, soft_cap, sums, out);
   };
-  int p = 0;
-  for (; p + PAIRS <= x.pairs; p += PAIRS) some(std::integral_constant<int, PAIRS>(), p);
-  if (x.pairs - p == 3) some(std::integral_constant<int, 3>(), p);
-  if (x.pairs - p == 2) some(std::integral_constant<int, 2>(), p);
-  if (x.pairs - p == 1) some(std::integral_constant<int, 1>(), p);
+  by_pairs(x.pairs, some);
 }
 
 }  // namespace witcert

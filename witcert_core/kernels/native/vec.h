@@ -102,25 +102,12 @@ inline vf exp2_down(vf x) {
   return x >= -126.0f ? y : splat(0.0f);
 }
 
-// expm1(min(c, 80)) for c >= 0, rounded up by at most 2^-19 of itself.
-inline vf growth(vf c) {
-  c = smaller(c, splat(80.0f));
-  vf n = nearest(c * 1.44269504f);
-  vf f = (c - n * 0.693145751953125f) - n * 1.428606765330187e-6f;
-  vf p = splat(1.9841270e-4f);
-  p = p * f + 1.3888889e-3f;
-  p = p * f + 8.3333333e-3f;
-  p = p * f + 4.1666667e-2f;
-  p = p * f + 1.6666667e-1f;
-  p = p * f + 0.5f;
-  p = (p * f) * f + f;
-  vf scale = power_of_two(n);
-  return (p * scale + (scale - 1.0f)) * 1.0000014f;
-}
+// e^x as 2^n (1 + rest), |x| <= 80; rest within a few 2^-24 of itself.
+struct Power {
+  vf scale, rest;
+};
 
-// exp(x) within 2^-20 for |x| <= 80; clamped there.
-inline vf exponential(vf x) {
-  x = smaller(larger(x, splat(-80.0f)), splat(80.0f));
+inline Power power_of_e(vf x) {
   vf n = nearest(x * 1.44269504f);
   vf f = (x - n * 0.693145751953125f) - n * 1.428606765330187e-6f;
   vf p = splat(1.9841270e-4f);
@@ -129,8 +116,19 @@ inline vf exponential(vf x) {
   p = p * f + 4.1666667e-2f;
   p = p * f + 1.6666667e-1f;
   p = p * f + 0.5f;
-  p = (p * f) * f + f;
-  return (p + 1.0f) * power_of_two(n);
+  return {power_of_two(n), (p * f) * f + f};
+}
+
+// expm1(min(c, 80)) for c >= 0, rounded up by at most 2^-19 of itself.
+inline vf growth(vf c) {
+  const Power e = power_of_e(smaller(c, splat(80.0f)));
+  return (e.rest * e.scale + (e.scale - 1.0f)) * 1.0000014f;
+}
+
+// exp(x) within 2^-20 for |x| <= 80; clamped there.
+inline vf exponential(vf x) {
+  const Power e = power_of_e(smaller(larger(x, splat(-80.0f)), splat(80.0f)));
+  return (e.rest + 1.0f) * e.scale;
 }
 
 // acc + sum of four products of unsigned bytes `a` and signed bytes `b` in each lane, exact.

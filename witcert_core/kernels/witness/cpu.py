@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import c_int64, c_void_p
 
 import torch
@@ -16,6 +17,12 @@ _SIZES = (
     *("tokens", "heads", "head_dim", "v_dim", "bands", "k_dtype", "v_dtype", "stored_k_dtype", "stored_v_dtype"),
     "threads",
 )
+
+
+@functools.cache
+def _levels() -> Tensor:
+    """What each code of a witness stands for, ``[256]``."""
+    return decode_norm(torch.arange(256, dtype=torch.uint8))
 
 
 class Arguments(ctypes.Structure):
@@ -40,14 +47,13 @@ def record_cpu(
     Arguments as in :func:`witcert_core.kernels.witness.record_witness`, checked there.
     """
     check_channels(exact_k.shape[2], exact_v.shape[2])
-    levels = decode_norm(torch.arange(256, dtype=torch.uint8))
     given = {"exact_k": exact_k, "exact_v": exact_v, "stored_k": stored_k, "stored_v": stored_v}
     given |= {
         "witness": witness,
         "value_witness": value_witness,
         "slots": slots,
         "band": channel_band,
-        "levels": levels,
+        "levels": _levels(),
     }
     dtypes = (DTYPES[x.dtype] for x in (exact_k, exact_v, stored_k, stored_v))
     sizes = (*exact_k.shape, exact_v.shape[2], num_bands, *dtypes, torch.get_num_threads())
