@@ -6,11 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from witcert_core.meter.truth import SketchedBounds
 
 from . import test_serving as packed
 from . import test_simulated as simulated
 
 METER: dict[str, Any] = {"audit_every": 0, "audit_share": 1.0, "sketch_share": 1.0}
+
+
+def tv_of(found: SketchedBounds, number: int) -> Tensor:
+    fields = found.of(number)
+    assert fields is not None
+    (tv,) = fields
+    return tv
 
 
 def assert_alike(kernels: Any, reference: Any | None, atol: float, **options: Any) -> None:
@@ -24,14 +34,14 @@ def assert_alike(kernels: Any, reference: Any | None, atol: float, **options: An
         found, truth, cells = mine.sketched[0], mine.truths[0], mine.layers[0]
         assert sorted(found.rows) == list(range(len(mine.rows)))
         for number in found.rows:
-            bound, true = found.of(number), truth.of(number)
-            assert bound is not None
+            true = truth.of(number)
             assert true is not None
+            bound = tv_of(found, number)
             assert (true[0] <= bound).all()
             read = cells.num_quantized[number] > 0
             assert bound[read].sum() < cells.meter[number][read].sum()
             if theirs:
-                torch.testing.assert_close(bound, theirs.sketched[0].of(number), rtol=1e-6, atol=atol)
+                torch.testing.assert_close(bound, tv_of(theirs.sketched[0], number), rtol=1e-6, atol=atol)
         rows += len(mine.rows)
     assert rows > 2
 

@@ -143,7 +143,7 @@ def test_queries_of_a_fixed_text_do_not_depend_on_the_dither_of_their_layer(
         return dither_vectors(DitherKey(0, 1000 + (salt if layer == SALTED else 0), 0), pass_ids, layer, heads, dim)
 
     for module in (witcert_core.cache.packed, witcert_core.quantizers.int8_dither):
-        monkeypatch.setattr(module, "rows", salted)
+        monkeypatch.setattr(module, "dither_vectors", salted)
     played = []
     for salt in (0, 3):
         played.append(play(salt, gate, storage))
