@@ -29,7 +29,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test all-suites test-full lint docs-limits lean test-core test-kernels spills test-plugins test-eval test-sglang test-vllm \
-	soak bench-sglang bench-vllm static figures envs clean
+	soak bench-sglang bench-vllm bench-cpu static figures envs clean
 
 demo: $(ENVS)/sglang/.ready
 	@$(SGLANG)/python -m witcert_demo
@@ -101,6 +101,10 @@ bench-sglang: $(ENVS)/sglang/.ready
 # The same in vLLM, and its own caches beside ours; writes bench/vllm/results.md. About 40 minutes.
 bench-vllm: $(ENVS)/vllm/.ready
 	$(VLLM)/python -m bench.vllm.bench
+
+# Attention over a cache by the compiled kernels, beside PyTorch's and vLLM's; writes bench/cpu/results.md. 15 minutes.
+bench-cpu: $(ENVS)/vllm/.ready
+	$(VLLM)/python -m bench.cpu
 
 # Every measured table and figure of README and docs, made again (about half an hour on two cores).
 figures: $(ENVS)/sglang/.ready
