@@ -99,7 +99,7 @@ class Oracle(BlockRepairer):
 
 
 def use_oracle(engine: OfflineEngine) -> None:
-    acts = engine.runtime.cache.acts
+    acts = engine.runtime.groups[0].cache.acts
     assert isinstance(acts, Gating)
     before = acts.repairer
     acts.repairer = Oracle(Observe(), before.store, before.copies, block_size=before.block_size, max_pagein_bytes=None)
@@ -107,7 +107,7 @@ def use_oracle(engine: OfflineEngine) -> None:
 
 def forget_repairs(engine: OfflineEngine) -> None:
     """Put back, after every pass, what was stored before its repairs: the traffic of a gate without persistence."""
-    storage, pool = engine.runtime.cache.storage, engine.passes.pool
+    storage, pool = engine.runtime.groups[0].cache.storage, engine.passes.pool
     assert isinstance(storage, SimulatedStorage)
     undo: list[Callable[[], None]] = []
     plain_restore, plain_forward = pool.restore, engine.forward

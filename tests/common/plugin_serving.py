@@ -174,7 +174,7 @@ def sampling_engine(name: str, meter: dict[str, Any], **sections: Any) -> MiniEn
     """Four rows of a chunk are metered; every engine made so draws the same dither."""
     params = sections.pop("params", {})
     made = MiniEngine(name, params, meter={"stride": 1, "max_rows": 4, **meter}, **sections)
-    made.runtime.encoder.dither_key = DitherKey(0, 5, 0)
+    made.runtime.groups[0].encoder.dither_key = DitherKey(0, 5, 0)
     return made
 
 

@@ -116,8 +116,8 @@ class Runner:
         buffers = (pool.k_buffer, pool.v_buffer, pool.k_scale_buffer, pool.v_scale_buffer)
         tensors = [
             *(x for buffer in buffers for x in buffer),
-            runtime.pass_ids,
-            runtime.cache.storage.kernels.pass_bits,
+            runtime.groups[0].pass_ids,
+            runtime.groups[0].cache.storage.kernels.pass_bits,
         ]
         return tensors, (runtime.planner, runtime.passes)
 

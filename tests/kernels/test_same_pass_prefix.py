@@ -102,7 +102,7 @@ def test_a_prefix_of_the_same_pass_is_never_read_as_what_its_slots_held_before(s
         own_from = order[row.request][1].numel() - order[row.request][2]
         keys, values = served.exact["k"][seen].clone(), served.exact["v"][seen].clone()
         if (storage, who) == ("packed", "kernels"):  # reads codes of the tokens before its own
-            stored = served.runtime.cache.storage.stored(0, seen[:own_from])
+            stored = served.runtime.groups[0].cache.storage.stored(0, seen[:own_from])
             keys[:own_from], values[:own_from] = (x[:, 0].double() for x in stored)
         tv, exact, expected = served.truth(q[row.token], keys, values, seen)
         assert torch.allclose(out[row.token], expected, atol=2e-5)

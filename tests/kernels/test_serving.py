@@ -63,14 +63,14 @@ class Served:
         )
         with built_for(who):
             self.runtime = Runtime("test", policy, geometry, {LAYER: self.layer}, None)
-        self.runtime.encoder.dither_key = type(self.runtime.encoder.dither_key)(0, 5, 0)
-        self.storage.cache.key = self.runtime.encoder.dither_key
+        self.runtime.groups[0].encoder.dither_key = type(self.runtime.groups[0].encoder.dither_key)(0, 5, 0)
+        self.storage.cache.key = self.runtime.groups[0].encoder.dither_key
         self.requests = TwoRequests(SLOTS, self.gen, device)
         self.exact = {x: torch.zeros(2, 70, HKV, D) for x in "kv"}
 
     @property
     def storage(self) -> PackedStorage:
-        storage = self.runtime.cache.storage
+        storage = self.runtime.groups[0].cache.storage
         assert isinstance(storage, PackedStorage)
         return storage
 
@@ -205,7 +205,7 @@ def test_slots_never_written_are_unknown() -> None:
     ours = Served("kernels", "int8_dither")
     ours.step(PASSES[0])
     assert ours.storage.kernels is not None
-    for rows in (ours.storage.kernels.pass_bits, ours.runtime.pass_ids):
+    for rows in (ours.storage.kernels.pass_bits, ours.runtime.groups[0].pass_ids):
         rows[ours.requests.slots[1, 4]] = 0
     step, _, _ = ours.step([(1, True), (1, True)])
     assert (step.layers[LAYER].meter[0] < 1).all()

@@ -67,7 +67,7 @@ class Served:
     @property
     def who(self) -> type:
         """What sums over the rows."""
-        acts = self.runtime.cache.acts
+        acts = self.runtime.groups[0].cache.acts
         return type(acts.summer) if isinstance(acts, Observing) else type(acts)
 
     def step(self, new: Pass, **options: Any) -> tuple[StepCells, Tensor]:

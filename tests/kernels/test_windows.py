@@ -53,7 +53,7 @@ def read_by(engine: Engine, layer: int, request: int, count: int, own: int) -> t
 @pytest.mark.parametrize(("dtype", "cap"), [(torch.float32, 0.0), (torch.float16, 3.0)])
 def test_bounds_are_over_the_tokens_that_triton_attends_to(meter: str, dtype: torch.dtype, cap: float) -> None:
     engine = served(dtype=dtype, cap=cap)
-    acts = engine.runtime.cache.acts
+    acts = engine.runtime.groups[0].cache.acts
     assert isinstance(acts, Observing)
     assert isinstance(acts.summer, KernelSums) == (meter == "kernels")
     engine.step([5, 31], ForwardMode.EXTEND)

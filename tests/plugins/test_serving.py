@@ -60,7 +60,7 @@ def test_tokens_are_exact_until_they_are_due(name: str, params: dict[str, int], 
         engine.step({a: length - a.length})
         for layer in range(LAYERS):
             assert engine.changed(a, layer) == list(range(count))
-            known = engine.runtime.cache.storage.store[layer].is_exact(a.slots[:length])
+            known = engine.runtime.groups[0].cache.storage.store[layer].is_exact(a.slots[:length])
             assert known.tolist() == [i >= count for i in range(length)]
     engine.step({b: 1})
     assert engine.changed(a) == list(range(count))
@@ -86,19 +86,21 @@ def test_tokens_fed_in_together_are_stored_and_witnessed_bit_for_bit_as_one_by_o
         engine = engine_of(name, prefill_reads="stored")
         request = Served(engine, 1)
         engine.step({request: 35})
-        sizes = engine.runtime.cache.storage.timing.pending.rule.passes(35, 100) if together else [1] * 100
+        sizes = engine.runtime.groups[0].cache.storage.timing.pending.rule.passes(35, 100) if together else [1] * 100
         for size in sizes:
             engine.step({request: size})
         passes.append(len(sizes))
         own = request.slots[: request.length]
         side = [
-            tensor[own] for layer in range(LAYERS) for tensor in engine.runtime.cache.storage.store[layer].tensors()
+            tensor[own]
+            for layer in range(LAYERS)
+            for tensor in engine.runtime.groups[0].cache.storage.store[layer].tensors()
         ]
         found.append(
             [
                 *engine.stored(request, 0),
                 *engine.stored(request, 1),
-                engine.runtime.cache.storage.timing.pending.quantized,
+                engine.runtime.groups[0].cache.storage.timing.pending.quantized,
                 *side,
             ]
         )
@@ -153,15 +155,15 @@ def test_a_shared_prefix_is_calibrated_once_and_forgotten_with_its_slots() -> No
     engine.step({a: 20})
     b = Served(engine, 2, prefix_of=a, shared=16)
     engine.step({a: 1, b: 4})
-    assert engine.runtime.cache.storage.timing.pending.num_states == 1
+    assert engine.runtime.groups[0].cache.storage.timing.pending.num_states == 1
     assert engine.changed(b) == list(range(20))
     c = Served(engine, 3)
     c.slots[:30] = a.slots[:30]  # a and b are over, their slots used again
     engine.step({c: 10})
-    assert engine.runtime.cache.storage.timing.pending.num_states == 1
+    assert engine.runtime.groups[0].cache.storage.timing.pending.num_states == 1
     assert not engine.changed(c)
     engine.step({c: 10})
-    assert engine.runtime.cache.storage.timing.pending.num_states == 1
+    assert engine.runtime.groups[0].cache.storage.timing.pending.num_states == 1
     alone = engine_of("fp8_calibrated")
     same = Served(alone, 3)
     alone.step({same: 20})

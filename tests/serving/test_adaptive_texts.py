@@ -149,7 +149,7 @@ def test_no_query_aligned_with_the_dither_it_has_seen_passes_what_is_claimed() -
             tv = 0.5 * float((stored.softmax(0) - exact.softmax(0)).abs().sum())
             assert tv <= step.layers[0].meter[0, 0]
             law = Budget(0.01, 1, 1).delta_loc(1)
-            storage = served.runtime.cache.storage
+            storage = served.runtime.groups[0].cache.storage
             assert isinstance(storage, SimulatedStorage)
             side = storage.store[0]
             radius = side.key_radius(q[None], slots, SCALE, law)[0, :2]
@@ -221,7 +221,7 @@ def test_slots_written_again_by_a_prompt_are_sampled_no_more(served: Served) -> 
 def test_the_deterministic_tier_traces_nothing() -> None:
     served = Served(tier="deterministic")
     served.first_turn()
-    assert served.runtime.generated is None
+    assert served.runtime.groups[0].generated is None
     step = served.step("second", torch.cat([FIRST, ANSWER, MORE]), 5, True)
     assert step.without_law == {}
     assert served.summary("second")["claim"].startswith("deterministic tier: any query; ")

@@ -158,14 +158,14 @@ class Engine:
     @property
     def simulated(self) -> SimulatedStorage | EngineStorage:
         """What is stored in the engine's own pool."""
-        storage = self.runtime.cache.storage
+        storage = self.runtime.groups[0].cache.storage
         assert isinstance(storage, SimulatedStorage | EngineStorage)
         return storage
 
     @property
     def packed(self) -> PackedStorage:
         """What is stored in a packed pool."""
-        storage = self.runtime.cache.storage
+        storage = self.runtime.groups[0].cache.storage
         assert isinstance(storage, PackedStorage)
         return storage
 

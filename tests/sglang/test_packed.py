@@ -87,7 +87,7 @@ def test_an_outlier_that_is_no_number_makes_its_token_unknown() -> None:
     channels = cache[0].channels
     assert channels is not None
     keys[0, 1, int(channels[1, 0])] = float("inf")
-    k, v = engine.runtime.encoder.encode(0, slots, torch.tensor([0]), cache.to_encode(0, keys), values)
+    k, v = engine.runtime.groups[0].encoder.encode(0, slots, torch.tensor([0]), cache.to_encode(0, keys), values)
     assert k.codes is not None
     assert v.codes is not None
     cache.write(0, slots, keys, values, k.codes, v.codes)

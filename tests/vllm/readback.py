@@ -31,7 +31,7 @@ def compared_outputs() -> Iterator[list[float]]:
         token = -1
         for slots, new in zip(runtime.now.plan.requests, runtime.now.plan.new_tokens, strict=True):
             token += new
-            k, v = runtime.cache.storage.stored(call.layer, slots)
+            k, v = runtime.groups[0].cache.storage.stored(call.layer, slots)
             expected = attention(call.q[token], k, v, call.spec.sm_scale)
             found.append(float((out.view(call.q.shape)[token].double() - expected).abs().max()))
         return out

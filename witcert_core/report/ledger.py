@@ -325,19 +325,32 @@ class RequestLedger:
 
 
 def make_ledger(
-    engine: str, policy: Policy, layers: Sequence[int], num_qo_heads: int, metrics: Metrics | None
+    engine: str,
+    policy: Policy,
+    layers: Sequence[int],
+    num_qo_heads: int,
+    metrics: Metrics | None,
+    without_cache: Sequence[int] = (),
 ) -> RequestLedger:
     """A ledger for a model with these attention layers and `num_qo_heads` query heads on all ranks together.
 
-    engine: its name in reports. Opens `report.jsonl` (ReportError if it cannot be written).
+    engine: its name in reports. without_cache: the model's other layers. Opens `report.jsonl` (ReportError if it cannot
+    be written).
     """
     metered = frozenset(policy.meter.layers_of(layers))
     return RequestLedger(
         policy,
         engine=engine,
-        num_layers=len(layers),
+        num_layers=1 + max(*layers, *without_cache, -1),
         num_qo_heads=num_qo_heads,
         layers_excluded={layer: "left out by meter.layers" for layer in layers if layer not in metered},
+        layers_exempt=dict.fromkeys(without_cache, "keeps no keys and values"),
         jsonl=JsonlWriter(policy.report.jsonl) if policy.report.jsonl else None,
         metrics=metrics,
     )
+
+
+def without_cache(layers: Sequence[int], num_hidden_layers: int) -> tuple[int, ...]:
+    """The layers of a model of `num_hidden_layers` layers, or of as many as `layers` name, that are not among these."""
+    every = max(num_hidden_layers, *(layer + 1 for layer in layers))
+    return tuple(sorted(set(range(every)) - set(layers)))

@@ -26,7 +26,7 @@ def banner_text(runtime: Runtime, *, answers: str, metrics: str, note: str = "")
     )
     lines = [
         f"WitCert meters this server: {status['quantizer']} in a {status['pool_dtype']} pool, {geometry.backend}",
-        f"  cells a metered row : {cells} ({len(metered)} of {len(geometry.layers)} layers "
+        f"  cells a metered row : {cells} ({len(metered)} of {len(runtime.layers)} layers "
         f"x {geometry.total_qo_heads} query heads{on_ranks(status['num_ranks'])})",
         f"  tier                : {status['tier']} ({claim})",
         f"  rows                : {rows(runtime)}",
@@ -101,8 +101,10 @@ def reports(runtime: Runtime, answers: str, metrics: str) -> str:
 
 def not_metered(runtime: Runtime, metered: list[int], quantized: list[int]) -> list[str]:
     """One reason a line; rows the stride leaves out are reported as unknown, never as fine."""
-    layers = runtime.geometry.layers
+    layers = runtime.layers
     reasons = []
+    if runtime.without_cache:
+        reasons.append(f"layers {list(runtime.without_cache)}: they keep no keys and values (states, if any)")
     if missing := [layer for layer in layers if layer not in metered]:
         reasons.append(f"layers {missing}: left out by meter.layers")
     if exact := [layer for layer in layers if layer not in quantized]:

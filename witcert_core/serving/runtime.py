@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from witcert_core.cache.protocols import Pool
@@ -21,14 +20,15 @@ from witcert_core.meter.budget import Budget
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.dither import DitherKey
 from witcert_core.report.claims import SAMPLED_PREFIX
-from witcert_core.report.ledger import RequestLedger, make_ledger
+from witcert_core.report.ledger import RequestLedger, make_ledger, without_cache
 from witcert_core.report.prometheus import Metrics
-from witcert_core.serving.build import Buffers, build_cache
+from witcert_core.serving.build import Buffers
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.encoder import Encoder, Tables
+from witcert_core.serving.encoder import Tables
 from witcert_core.serving.forward import Pass
-from witcert_core.serving.generated import GeneratedSlots
 from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.groups import CacheGroup, GroupSlots
+from witcert_core.serving.models.grouped import check_groups
 from witcert_core.serving.passes import MeteredRow, RequestPass, RowPlan, RowPlanner
 from witcert_core.serving.ranks import Ranks
 from witcert_core.serving.sampled import sampled_copies
@@ -42,9 +42,11 @@ LAST_PASS_ID = 2**32 - 1
 class Runtime:
     """State of the metered process; built once the engine's pool exists.
 
-    engine: its name in reports. pool: the engine's, or the buffers of a packed one (`build_cache`).
+    engine: its name in reports. pool: the engine's, or the buffers of a packed one (`build_cache`); of all groups,
+    each layer by its own group's slots. geometry: of the first cache group, others: of those beyond it.
     keeps_ledger: false where tokens are committed in another process, which then keeps it (`make_ledger`).
-    tables: the rotary embeddings of the layers, for quantizers of keys before RoPE.
+    tables: the rotary embeddings of the layers, for quantizers of keys before RoPE. num_hidden_layers: of the model,
+    where some of them keep no keys and values.
     """
 
     def __init__(
@@ -57,15 +59,21 @@ class Runtime:
         ranks: Ranks | None = None,
         tables: Tables | None = None,
         *,
+        others: Sequence[Geometry] = (),
+        num_hidden_layers: int = 0,
         keeps_ledger: bool = True,
     ) -> None:
         self.policy = policy
         self.quantizer = quantizer = policy.resolved_quantizer
         self.geometry = geometry
+        geometries = (geometry, *others)
+        check_groups(policy, geometries)
+        self.layers = tuple(sorted(layer for group in geometries for layer in group.layers))
+        self.without_cache = without_cache(self.layers, num_hidden_layers)
         self.ranks = ranks or Ranks(0, 1, None, 0)
         meter = policy.meter
-        self.quantized_layers = frozenset(policy.quantizer.layers_of(geometry.layers))
-        self.metered_layers = frozenset(meter.layers_of(geometry.layers))
+        self.quantized_layers = frozenset(policy.quantizer.layers_of(self.layers))
+        self.metered_layers = frozenset(meter.layers_of(self.layers))
         self.planner = RowPlanner(
             stride=policy.stride,
             # A gate that repairs must see every row that reads the cache.
@@ -82,36 +90,41 @@ class Runtime:
         )
         self._ledger: RequestLedger | None = None
         if self.ranks.reports and keeps_ledger:
-            self._ledger = make_ledger(engine, policy, geometry.layers, geometry.total_qo_heads, metrics)
+            self._ledger = make_ledger(
+                engine, policy, self.layers, geometry.total_qo_heads, metrics, self.without_cache
+            )
         # The nonce makes the rows of two runs differ; it need not be remembered, the codes die with the pool.
         nonce = self.ranks.from_root(secrets.randbits(63))
-        self.pass_ids = torch.zeros(geometry.num_slots, dtype=torch.int64, device=geometry.device)  # 0: never written
-        self.generated = GeneratedSlots(geometry.num_slots, geometry.device) if self.uses_dither else None
-        self.encoder = Encoder(quantizer, geometry, self.pass_ids, DitherKey(seed=0, nonce=nonce, dp_rank=0), tables)
+        key = DitherKey(seed=0, nonce=nonce, dp_rank=0)
         self.sampled = sampled_copies(policy, geometry, self.ranks)
         self.sketched = sampled_sketches(policy, quantizer, geometry, self.ranks)
         rewritten = nothing_rewritten if self.sketched is None else self.sketched.rewritten
-        self.cache = build_cache(policy, geometry, pool, self.encoder, rewritten)
+        self.groups = [CacheGroup(policy, of, pool, key, tables, rewritten) for of in geometries]
+        self._group_of = {layer: group for group in self.groups for layer in group.geometry.layers}
         self.passes = 0
-        self.now: Pass | None = None
         self.attention_calls = 0
 
     # One forward pass -------------------------------------------------------------------------------------------
 
-    def begin(self, requests: Sequence[RequestPass], out_slots: Tensor) -> None:
-        """A pass over `requests` is about to write `out_slots` [N]."""
+    def begin(self, requests: Sequence[RequestPass], out_slots: Tensor, others: Sequence[GroupSlots] = ()) -> None:
+        """A pass over `requests` is about to write `out_slots` [N]; slots are those of the first cache group.
+
+        others: where the same tokens are in the groups beyond it.
+        """
         if self.passes >= LAST_PASS_ID - 1:
             raise UnsupportedError(
                 f"{self.passes} forward passes are done and every pass id is used; restart the server"
             )
         self.passes += 1
-        self.pass_ids[out_slots] = self.passes
         self.attention_calls = 0
         plan = self.planner.plan(requests)
-        if self.generated is not None:
-            self.generated.written(out_slots, plan.new_tokens, plan.generated)
+        places = list(zip(self.groups, [GroupSlots(plan.requests, out_slots), *others], strict=True))
+        for group, slots in places:
+            group.written(slots.written, plan, self.passes)
+        if self.uses_dither:
             for index, length in plan.prefixes.items():
-                if index not in plan.without_law and self.generated.among(plan.requests[index][:length]):
+                sampled = any(group.holds_sampled(slots.requests[index][:length]) for group, slots in places)
+                if index not in plan.without_law and sampled:
                     self.planner.claim_no_law(requests[index].request_id, SAMPLED_PREFIX)
                     plan.without_law[index] = SAMPLED_PREFIX
         not_audited: Counter[tuple[int, str]] = Counter()
@@ -131,9 +144,13 @@ class Runtime:
             not_sketched=not_sketched,
             without_law=plan.without_law if self.uses_dither else {},
         )
-        now = Pass(plan, step, out_slots)
-        self.cache.begin_pass(now)
-        self.now = now
+        for group, slots in places:
+            group.begin(Pass(replace(plan, requests=list(slots.requests)), step, slots.written))
+
+    @property
+    def now(self) -> Pass | None:
+        """The pass that is running, as the first group sees it."""
+        return self.groups[0].now
 
     @property
     def in_pass(self) -> bool:
@@ -142,47 +159,43 @@ class Runtime:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention of one layer on quantized keys and values, with the planned rows metered."""
-        if self.now is None:
-            raise UnsupportedError(f"layer {call.layer} attends outside a pass that was announced")
         self.attention_calls += 1
+        group = self._group_of[call.layer]
         if self.sampled is not None:
             self.sampled.put(call)
         if self.sketched is None:
-            return self.cache.attend(call, self.now)
+            return group.attend(call)
         self.sketched.put(call)
-        out = self.cache.attend(call, self.now)
-        self.sketched.keep(call, self.cache.storage.stored)
+        out = group.attend(call)
+        self.sketched.keep(call, group.cache.storage.stored)
         return out
 
-    def moved(self, target: Tensor, source: Tensor) -> None:
-        """The engine copied what is in slots `source` [N] onto `target` [N]."""
-        self.cache.storage.moved(target, source)
+    def moved(self, target: Tensor, source: Tensor, group: int = 0) -> None:
+        """The engine copied what is in slots `source` [N] of a group onto `target` [N]."""
+        self.groups[group].moved(target, source)
         if self.sampled is not None:
             self.sampled.drop(target)
         if self.sketched is not None:
             self.sketched.drop(target)
-        if self.generated is not None:
-            self.generated.moved(target, source)
 
-    def overwritten(self, slots: Tensor) -> None:
-        """The engine wrote `slots` [N] from elsewhere."""
-        self.cache.storage.overwritten(slots)
+    def overwritten(self, slots: Tensor, group: int = 0) -> None:
+        """The engine wrote `slots` [N] of a group from elsewhere."""
+        self.groups[group].overwritten(slots)
         if self.sampled is not None:
             self.sampled.drop(slots)
         if self.sketched is not None:
             self.sketched.drop(slots)
-        if self.generated is not None:
-            self.generated.overwritten(slots)
 
     def end(self) -> StepCells | None:
         """The cells of the pass with the heads of all ranks; None on ranks that do not report.
 
         Raises UnsupportedError when some layer's attention never came by: serving goes on unmetered otherwise.
         """
-        now, self.now = self.now, None
-        if self.attention_calls != len(self.geometry.layers):
+        now = self.now
+        self.abandon()
+        if self.attention_calls != len(self.layers):
             raise UnsupportedError(
-                f"{self.attention_calls} metered attention calls in a pass over {len(self.geometry.layers)} layers: "
+                f"{self.attention_calls} metered attention calls in a pass over {len(self.layers)} layers: "
                 "some attention bypasses the meter, so nothing is served"
             )
         if now is None:
@@ -192,7 +205,8 @@ class Runtime:
 
     def abandon(self) -> None:
         """The pass failed in the model: nothing of it is counted, and what it wrote belongs to nobody."""
-        self.now = None
+        for group in self.groups:
+            group.now = None
 
     def _delta(self, plan: RowPlan, row: MeteredRow) -> float:
         """Failure probability each cell of a metered row may spend; 0 under the deterministic tier."""
@@ -216,7 +230,8 @@ class Runtime:
     def forget(self, request_id: str) -> None:
         """Drop the running counts of a finished request."""
         self.planner.forget(request_id)
-        self.cache.forget(request_id)
+        for group in self.groups:
+            group.cache.forget(request_id)
         if self.sampled is not None:
             self.sampled.forget(request_id)
         if self.sketched is not None:
@@ -224,14 +239,17 @@ class Runtime:
 
     def status(self) -> dict[str, Any]:
         """What is metered, for the start-up handshake, the banner and `/witcert/status`."""
-        g = self.geometry
-        of_slots = self.pass_ids.nbytes + (0 if self.generated is None else self.generated.nbytes)
+        g, storages = self.geometry, [group.cache.storage for group in self.groups]
+        said: Counter[str] = Counter()
+        for storage in storages:
+            said.update(storage.status())
         return {
             "quantizer": self.quantizer.name,
             "tier": "probabilistic" if self.uses_dither else "deterministic",
             "backend": g.backend,
             "pool_dtype": str(g.pool_dtype).removeprefix("torch."),
-            "num_layers": len(g.layers),
+            "num_layers": len(self.layers),
+            "layers_without_cache": list(self.without_cache),
             "num_qo_heads": g.total_qo_heads,
             "num_ranks": self.ranks.size,
             "layers_metered": sorted(self.metered_layers),
@@ -245,9 +263,9 @@ class Runtime:
             "bytes_sketches": 0 if self.sketched is None else self.sketched.nbytes,
             "sketch_tokens": 0 if self.sketched is None else self.sketched.index.num_copies,
             "prefill_reads": self.policy.prefill_reads,
-            "bytes_witness": self.cache.storage.bytes_side + of_slots,
-            "bytes_audit_copies": self.cache.storage.bytes_audit,
+            "bytes_witness": sum(storage.bytes_side for storage in storages) + sum(x.nbytes for x in self.groups),
+            "bytes_audit_copies": sum(storage.bytes_audit for storage in storages),
             "gate": self.policy.gate.kind,
             "storage": self.policy.quantizer.storage,
-            **self.cache.storage.status(),
+            **said,
         }

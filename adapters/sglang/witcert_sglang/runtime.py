@@ -77,7 +77,7 @@ class SglangRuntime(Runtime):
             return original(runner, forward_batch, *args, **kwargs)
         replays = self.graphs is not None and will_replay(runner, forward_batch)
         # Whose prefix is still to be looked at (probabilistic tier) needs its slots here: twice a request.
-        looked = self.generated is None or all(self.planner.knows_prefix(rid) for rid in forward_batch.rids)
+        looked = not self.uses_dither or all(self.planner.knows_prefix(rid) for rid in forward_batch.rids)
         if replays and looked:
             requests = requests_on_device(forward_batch)
         else:
@@ -103,7 +103,7 @@ class SglangRuntime(Runtime):
 
     def init_graphs(self, max_bs: int, max_num_tokens: int) -> None:
         """SGLang is about to capture graphs of up to `max_bs` requests."""
-        storage = self.cache.storage
+        storage = self.groups[0].cache.storage
         if not isinstance(storage, PackedStorage) or max_num_tokens != max_bs or self.requests is None:
             raise UnsupportedError(
                 "captured graphs are metered for a packed pool read by kernels, one token a request; add "
@@ -129,7 +129,7 @@ class SglangRuntime(Runtime):
         padding = graphs.finish()
         if self.now is not None:
             graphs.captured.read(self.now, self.policy.meter.form, padding=padding)
-        self.attention_calls = len(self.geometry.layers)  # `load` has seen that the graph holds them all
+        self.attention_calls = len(self.layers)  # `load` has seen that the graph holds them all
         return self.end()
 
     def _live_graphs(self) -> DecodeGraphs:

@@ -62,8 +62,9 @@ class VllmRuntime(Runtime):
 
         Model runner V2 says so when the pass has begun; what that pass itself writes will be known.
         """
-        first = torch.tensor(list(blocks), dtype=torch.int64, device=self.pass_ids.device) * size
-        slots = (first[:, None] + torch.arange(size, device=self.pass_ids.device)).flatten()
+        device = self.out_slots.device
+        first = torch.tensor(list(blocks), dtype=torch.int64, device=device) * size
+        slots = (first[:, None] + torch.arange(size, device=device)).flatten()
         if self.in_pass:
             slots = slots[~torch.isin(slots, self.out_slots)]
         self.overwritten(slots)

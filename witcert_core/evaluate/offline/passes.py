@@ -125,7 +125,7 @@ class Passes:
             run=run,
             spec=spec,
         )
-        made, now, storage = self.runtime.attend(call), self.runtime.now, self.runtime.cache.storage
+        made, now, storage = self.runtime.attend(call), self.runtime.now, self.runtime.groups[0].cache.storage
         if self.probe is not None and now is not None and now.plan.rows and isinstance(storage, SimulatedStorage):
             self.probe(call, now.plan, storage)
         out = made.new_zeros(len(queries), *made.shape[1:])

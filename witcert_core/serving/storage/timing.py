@@ -160,6 +160,7 @@ def timing(pool: Pool, accounts: Accounts, encoder: Encoder, rewritten: Rewritte
     schedule, geometry = QuantizeSchedule.of(encoder.quantizer), encoder.geometry
     if not schedule.immediate:
         pending = PendingTokens(schedule, geometry.num_slots, geometry.device)
+        pending.overwritten(torch.arange(geometry.null_slots))  # what has left a window waits for nothing
         return Later(pool, accounts, encoder, pending, rewritten)
 
     def encode(call: AttentionCall) -> tuple[Quantized, Quantized]:
