@@ -109,14 +109,14 @@ void measure(const Arguments& a, const PoolTile& t, const float* q, const Query*
     t.products<N>(sub, q, z);
     for (int m = 0; m < N; m++) {
       z[m] = z[m] * (float)a.sm_scale;
-      store(logits[m] + 16 * sub, a.soft_cap > 0.0 ? soft_capped(z[m], (float)a.soft_cap) : z[m]);
+      store(logits[m] + LANES * sub, a.soft_cap > 0.0 ? soft_capped(z[m], (float)a.soft_cap) : z[m]);
     }
   }
+  Tile tile(t, begin, t.count, fixed_radius(a.soft_cap));
   for (int m = 0; m < N; m++) {
     for (int j = 0; j < TILE; j += LANES) store(product + j, load(t.key_length + j) * of[m].length);
-    weigh(
-        sums[m], spans[m], begin, t.count, logits[m], weights, true, fixed_radius(a.soft_cap), t,
-        [&](int i) { return of[m].radius(a, t, i); }, product);
+    const auto radius = [&](int i) { return of[m].radius(a, t, i); };
+    tile.weigh(sums[m], spans[m], logits[m], weights, true, radius, product);
   }
 }
 

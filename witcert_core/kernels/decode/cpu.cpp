@@ -44,6 +44,7 @@ extern "C" int64_t witcert_run(const witcert::Arguments* given) {
 #pragma omp parallel num_threads((int)a.threads)
   {
     std::vector<PackedTile> tile(1);
+    std::vector<Tokens> tokens(2);
     std::vector<Queries> x;
     std::vector<Span> spans;
     int64_t request = -1, first = 0;
@@ -67,16 +68,20 @@ extern "C" int64_t witcert_run(const witcert::Arguments* given) {
           }
         }
       }
-      for (int64_t split = task.first; split < task.last; split++) {
-        const int64_t end = std::min<int64_t>((split + 1) * SPLIT, length);
-        for (int64_t begin = split * SPLIT; begin < end; begin += TILE) {
-          if (begin + TILE <= first) continue;
-          for (int64_t h = 0; h < cache.kv_heads; h++) {
-            const size_t part = ((size_t)offset[request] + h * splits[request] + split) * pairs;
-            tile[0].read(cache, a.pages, request, h, begin, end, a.meter);
-            attend_packed(tile[0], x[h], begin, spans.data(), (const bool*)meter.data(), a.sm_scale, a.soft_cap,
-                          &sums[part], &parts[part * cache.v_dim]);
-          }
+      const int64_t end = std::min<int64_t>(task.last * SPLIT, length);
+      int64_t begin = std::max(task.first * SPLIT, first / TILE * TILE);
+      int current = 0;
+      if (begin < end) tokens[0].find(cache, a.pages, request, begin, end);
+      for (; begin < end; begin += TILE, current = 1 - current) {
+        const Tokens &here = tokens[current], &next = tokens[1 - current];
+        const bool last = begin + TILE >= end;
+        if (!last) tokens[1 - current].find(cache, a.pages, request, begin + TILE, end);
+        for (int64_t h = 0; h < cache.kv_heads; h++) {
+          const size_t part = ((size_t)offset[request] + h * splits[request] + begin / SPLIT) * pairs;
+          if (!last) next.fetch(cache, (int)(h * TILE / cache.kv_heads), (int)((h + 1) * TILE / cache.kv_heads));
+          tile[0].read(cache, here, h, a.meter);
+          attend_packed(tile[0], x[h], begin, spans.data(), (const bool*)meter.data(), a.sm_scale, a.soft_cap,
+                        &sums[part], &parts[part * cache.v_dim]);
         }
       }
     }

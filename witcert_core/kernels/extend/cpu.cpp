@@ -31,18 +31,20 @@ void attend_exact(const Arguments& a, const ExactTile& t, const float* q, const 
     t.products<N>(sub, q + p * dim, z);
     for (int m = 0; m < N; m++) {
       z[m] = z[m] * (float)a.sm_scale;
-      store(logits[m] + 16 * sub, a.soft_cap > 0.0 ? soft_capped(z[m], (float)a.soft_cap) : z[m]);
+      store(logits[m] + LANES * sub, a.soft_cap > 0.0 ? soft_capped(z[m], (float)a.soft_cap) : z[m]);
     }
   }
-  const float fixed = fixed_radius(a.soft_cap);
-  for (int m = 0; m < N; m++)
-    factor[m] = weigh(sums[p + m], spans[p + m], begin, t.count, logits[m], weights[m], meter[p + m], fixed, t,
-                      [&](int i) { return load(t.key_length + i) * length[p + m]; });
+  Tile tile(t, begin, t.count, fixed_radius(a.soft_cap));
+  for (int m = 0; m < N; m++) {
+    const auto radius = [&](int i) { return load(t.key_length + i) * length[p + m]; };
+    factor[m] = tile.weigh(sums[p + m], spans[p + m], logits[m], weights[m], meter[p + m], radius);
+  }
   add_values<N>(out + p * width, width, 0, width, t.count, weights, factor,
                 [&](int i, int64_t c) { return load(t.value[i] + c); });
 }
 
 struct Work {
+  Tokens tokens;
   PackedTile packed;
   ExactTile exact;
 };
@@ -92,7 +94,8 @@ int64_t attend_rows(const Arguments& a, int64_t request, int64_t kv_head, const 
     const int64_t end = std::min(split + SPLIT, prefix);
     for (int64_t begin = split; begin < end; begin += TILE) {
       if (begin + TILE <= begin_seen) continue;
-      work.packed.read(cache, a.pages, request, kv_head, begin, end, some);
+      work.tokens.find(cache, a.pages, request, begin, end);
+      work.packed.read(cache, work.tokens, kv_head, some);
       attend_packed(work.packed, x, begin, spans.data(), of_meter, a.sm_scale, a.soft_cap, sums.data(), parts.data());
     }
     merge();

@@ -6,6 +6,7 @@
 // Sums over a tile are float32, over tiles float64; constants are those of kernels/host/slack.py, rounded outward.
 #pragma once
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "vec.h"
@@ -46,6 +47,25 @@ struct Measured {
   alignas(64) float unknown[TILE];    // infinite where a key's radius is
   alignas(64) float v_unknown[TILE];  // infinite where a value's is
   alignas(64) float rho[TILE], v_square[TILE];
+};
+
+// The extremes of what a row sees of a tile's values.
+struct Extremes {
+  float rho_max = 0.0f, rho_min = INF, v_max = 0.0f;
+  bool unknown = false;
+
+  Extremes(const Measured& of, const vi* visible) {
+    vf most = splat(0.0f), least = splat(INF), square_most = most;
+    vi wrong = splat(0);
+    for (int j = 0; j < SUB; j++) {
+      const vf rho = load(of.rho + LANES * j), square = load(of.v_square + LANES * j);
+      most = larger(visible[j] ? rho : splat(0.0f), most);
+      least = smaller(visible[j] ? rho : splat(INF), least);
+      square_most = larger(visible[j] ? square : splat(0.0f), square_most);
+      wrong |= visible[j] & ((load(of.v_unknown + LANES * j) > 0.0f) | (square != square));
+    }
+    rho_max = largest(most), rho_min = -largest(-least), v_max = largest(square_most), unknown = any(wrong);
+  }
 };
 
 inline double grown(float c) { return (double)growth(splat(c))[0]; }
@@ -117,87 +137,108 @@ inline float fixed_radius(double soft_cap) { return SOFTMAX + (float)std::max(so
 
 inline vf soft_capped(vf z, float cap) { return cap - 2.0f * cap / (1.0f + exponential(2.0f * z / cap)); }
 
-// Weights `w [TILE]` of a pair's logits of the tile that begins at token `begin` and has `count`; the factor of what
-// was summed before. With `meter` also its sums, from `radius` (of 16 tokens, by the index of the first); and the
-// largest omega of this kernel and another with the same arithmetic, from the error of each logit's `product`, if
-// given.
-template <class Radius>
-float weigh(Sums& own, Span sees, int64_t begin, int count, const float* logits, float* w_out, bool meter, float fixed,
-            const Measured& side, Radius radius, const float* product = nullptr) {
-  const vi low = splat((int32_t)std::max<int64_t>(sees.first - begin, 0));
-  const vi high = splat((int32_t)std::min<int64_t>(std::max<int64_t>(sees.limit - begin, 0), count));
-  vf z[SUB], w[SUB], gap[SUB];
-  vi visible[SUB];
-  float top = -INF;
-  bool some = false;
-  for (int j = 0; j < SUB; j++) {
-    const vi token = lane_index() + 16 * j;
-    visible[j] = (token >= low) & (token < high);
-    z[j] = visible[j] ? load(logits + 16 * j) * LOG2E : splat(-INF);
-    top = std::max(top, largest(z[j]));
-    some |= any(visible[j]);
-    own.broken |= any(z[j] != z[j]);
-    store(w_out + 16 * j, splat(0.0f));
-  }
-  if (!some) return 1.0f;
-  own.sees = true;
-  // No number, or nothing above -inf: there are no weights to speak of.
-  own.broken |= top == INF || (top == -INF && own.ref == -INF);
-  if (own.broken) return 1.0f;
-  const float factor = (float)own.raise(std::max(own.ref, std::ceil(top)));
-  vf total = splat(0.0f);
-  for (int j = 0; j < SUB; j++) {
-    gap[j] = z[j] - own.ref;
-    w[j] = exp2_down(gap[j]);
-    total += w[j];
-    store(w_out + 16 * j, w[j]);
-  }
-  own.mass += (double)sum(total);
-  if (!meter) return factor;
+// A tile's logits for several pairs: what does not depend on the pair is looked up once.
+class Tile {
+ public:
+  // Of `count` tokens from token `begin`; `fixed` as fixed_radius has it.
+  Tile(const Measured& about, int64_t first_token, int tokens, float fixed_error)
+      : side(about), begin(first_token), count(tokens), fixed(fixed_error) {}
 
-  float most_w = -INF;
-  for (int j = 0; j < SUB; j++) most_w = std::max(most_w, largest(visible[j] ? w[j] : splat(-INF)));
-  int at = -1;
-  for (int j = 0; j < SUB && at < 0; j++)
-    if (any(visible[j] & (w[j] == splat(most_w))))
-      for (int i = 0; i < LANES && at < 0; i++)
-        if (visible[j][i] && w[j][i] == most_w) at = 16 * j + i;
-  const vf none = splat(0.0f);
-  vf rest = none, eta = none, q = none, v2 = none, rho1 = none, rho2 = none, most = none, rho_max = none, v_max = none;
-  vf rho_min = splat(INF);
-  float heaviest_c = 0.0f;
-  for (int j = 0; j < SUB; j++) {
-    if (!any(visible[j])) continue;
-    const vf far = gap[j] < -150.0f ? splat(150.0f) : -gap[j];
-    const vf error = far * FAR_SHARE + fixed;
-    const vf c = radius(16 * j) + error + load(side.unknown + 16 * j);
-    if (product) {
-      const vf both = load(product + 16 * j) * 2.0f + (error + fixed);
-      own.omega = std::max(own.omega, largest(visible[j] ? both : none));
-      if (any(visible[j] & (both != both))) own.omega = INF;
+  // Weights `w [TILE]` of a pair's logits; the factor of what was summed before. With `meter` also its sums, from
+  // `radius` (of LANES tokens, by the index of the first); and the largest omega of this kernel and another with the
+  // same arithmetic, from the error of each logit's `product`, if given.
+  template <class Radius>
+  float weigh(Sums& own, Span sees, const float* logits, float* w_out, bool meter, Radius radius,
+              const float* product = nullptr) {
+    const int low = (int)std::max<int64_t>(sees.first - begin, 0);
+    const int high = (int)std::min<int64_t>(std::max<int64_t>(sees.limit - begin, 0), count);
+    vf z[SUB], most = splat(-INF);
+    vi visible[SUB], wrong = splat(0);
+    for (int j = 0; j < SUB; j++) {
+      const vi token = lane_index() + LANES * j;
+      visible[j] = (token >= splat(low)) & (token < splat(high));
+      z[j] = visible[j] ? load(logits + LANES * j) * LOG2E : splat(-INF);
+      wrong |= z[j] != z[j];
+      most = larger(z[j], most);
     }
-    const vi other = visible[j] & (lane_index() + 16 * j != splat(at));
-    if (at / 16 == j) heaviest_c = c[at % 16];
-    const vf other_w = other ? w[j] : none, other_c = other ? c : none;
-    const vf g = growth(other_c), first = other_w * g;
-    rest += other_w, eta += first, q += first * smaller(g, splat(SQUARE_MAX));
-    most = larger(other_c, most);
-    const vf rho = load(side.rho + 16 * j), square = load(side.v_square + 16 * j);
-    v2 += w[j] * square, rho1 += w[j] * rho, rho2 += w[j] * rho * rho;
-    rho_max = larger(visible[j] ? rho : none, rho_max), rho_min = smaller(visible[j] ? rho : splat(INF), rho_min);
-    v_max = larger(visible[j] ? square : none, v_max);
-    own.v_unknown |= any(visible[j] & ((load(side.v_unknown + 16 * j) > 0.0f) | (square != square)));
+    const float top = largest(most);
+    if (low < high) {
+      own.sees = true;
+      // No number, or nothing above -inf: there are no weights to speak of.
+      own.broken |= any(wrong) || top == INF || (top == -INF && own.ref == -INF);
+    }
+    if (low >= high || own.broken) {
+      std::fill(w_out, w_out + TILE, 0.0f);
+      return 1.0f;
+    }
+    const float factor = (float)own.raise(std::max(own.ref, std::ceil(top)));
+    vf total = splat(0.0f), gap[SUB], w[SUB];
+    for (int j = 0; j < SUB; j++) {
+      gap[j] = z[j] - own.ref;
+      w[j] = exp2_down(gap[j]);
+      total += w[j];
+      store(w_out + LANES * j, w[j]);
+    }
+    own.mass += (double)sum(total);
+    if (meter) {
+      int at = -1;
+      for (int j = 0; j < SUB && at < 0; j++) {
+        const int lane = first_of(visible[j] & (z[j] == splat(top)));
+        if (lane >= 0) at = LANES * j + lane;
+      }
+      add_to_meter(own, low == 0 && high == TILE, visible, gap, w, at, radius, product);
+      own.meet(w_out[at], heaviest_c);
+    }
+    return factor;
   }
-  own.rest += sum(rest), own.eta += sum(eta), own.q += sum(q);
-  own.v2 += sum(v2), own.rho1 += sum(rho1), own.rho2 += sum(rho2);
-  own.most = std::max(own.most, largest(most)), own.rho_max = std::max(own.rho_max, largest(rho_max));
-  own.rho_min = std::min(own.rho_min, -largest(-rho_min)), own.v_max = std::max(own.v_max, largest(v_max));
-  own.meet(most_w, heaviest_c);
-  return factor;
-}
 
-// Add sum_t w_t v_t of `N` pairs to their outputs `out [N][width]`, at `channels` channels that share a weight;
-// `values` gives 16 of them from token and channel.
+ private:
+  const Measured& side;
+  const int64_t begin;
+  const int count;
+  const float fixed;
+  std::optional<Extremes> of_all;
+  float heaviest_c = 0.0f;
+
+  template <class Radius>
+  void add_to_meter(Sums& own, bool whole, const vi* visible, const vf* gap, const vf* w, int at, Radius radius,
+                    const float* product) {
+    const vf none = splat(0.0f);
+    vf rest = none, eta = none, q = none, v2 = none, rho1 = none, rho2 = none, most = none, omega = none;
+    for (int j = 0; j < SUB; j++) {
+      const vf error = smaller(-gap[j], splat(150.0f)) * FAR_SHARE + fixed;
+      const vf c = radius(LANES * j) + error + load(side.unknown + LANES * j);
+      const vi other = visible[j] & (lane_index() + LANES * j != splat(at));
+      if (product) {
+        const vf both = load(product + LANES * j) * 2.0f + (error + fixed);
+        omega = larger(visible[j] ? (both == both ? both : splat(INF)) : none, omega);
+      }
+      if (at / LANES == j) {
+        float lanes[LANES];
+        store(lanes, c);
+        heaviest_c = lanes[at % LANES];
+      }
+      const vf other_w = other ? w[j] : none, other_c = other ? c : none;
+      const vf g = growth(other_c), first = other_w * g;
+      rest += other_w, eta += first, q += first * smaller(g, splat(SQUARE_MAX));
+      most = larger(other_c, most);
+      // What is not seen has the weight 0, but perhaps no number beside it.
+      const vf rho = visible[j] ? load(side.rho + LANES * j) : none;
+      const vf square = visible[j] ? load(side.v_square + LANES * j) : none;
+      v2 += w[j] * square, rho1 += w[j] * rho, rho2 += w[j] * rho * rho;
+    }
+    own.rest += sum(rest), own.eta += sum(eta), own.q += sum(q);
+    own.v2 += sum(v2), own.rho1 += sum(rho1), own.rho2 += sum(rho2);
+    own.most = std::max(own.most, largest(most)), own.omega = std::max(own.omega, largest(omega));
+    if (whole && !of_all) of_all.emplace(side, visible);
+    const Extremes seen = whole ? *of_all : Extremes(side, visible);
+    own.rho_max = std::max(own.rho_max, seen.rho_max), own.rho_min = std::min(own.rho_min, seen.rho_min);
+    own.v_max = std::max(own.v_max, seen.v_max), own.v_unknown |= seen.unknown;
+  }
+};
+
+// Add sum_t w_t v_t of `N` pairs to their outputs `out [N][width]`, at channels first .. last - 1, which share a
+// weight; `values` gives LANES of them from token and channel.
 template <int N, class Values>
 void add_values(float* out, int64_t width, int64_t first, int64_t last, int count, const float (*w)[TILE],
                 const float* factor, Values values) {

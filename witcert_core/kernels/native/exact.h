@@ -17,21 +17,21 @@ struct ExactTile : Measured {
   void read(const void* const* keys, int64_t dim, const void* const* values, int64_t v_dim, int n, int64_t dtype,
             bool meter) {
     count = n, head_dim = dim;
-    alignas(64) float rows[16][MAX_DIM];
+    alignas(64) float rows[LANES][MAX_DIM];
     for (int sub = 0; sub < SUB; sub++) {
-      for (int i = 0; i < 16; i++)
-        for (int64_t c = 0; c < dim; c += 16)
-          store(rows[i] + c, numbers(keys[std::min(16 * sub + i, n - 1)], c, dtype));
-      for (int64_t c = 0; c < dim; c += 16) {
-        const void* from[16];
-        for (int i = 0; i < 16; i++) from[i] = rows[i] + c;
-        vi words[16];
+      for (int i = 0; i < LANES; i++)
+        for (int64_t c = 0; c < dim; c += LANES)
+          store(rows[i] + c, numbers(keys[std::min(LANES * sub + i, n - 1)], c, dtype));
+      for (int64_t c = 0; c < dim; c += WORDS) {
+        const void* from[LANES];
+        for (int i = 0; i < LANES; i++) from[i] = rows[i] + c;
+        vi words[WORDS];
         transpose(from, words);
-        for (int i = 0; i < 16; i++) store(key[c + i] + 16 * sub, (vf)words[i]);
+        for (int i = 0; i < WORDS; i++) store(key[c + i] + LANES * sub, (vf)words[i]);
       }
     }
     for (int i = 0; values && i < n; i++)
-      for (int64_t c = 0; c < v_dim; c += 16) store(value[i] + c, numbers(values[i], c, dtype));
+      for (int64_t c = 0; c < v_dim; c += LANES) store(value[i] + c, numbers(values[i], c, dtype));
     if (!meter) return;
     for (int i = 0; i < TILE; i += LANES) {
       vf square = splat(0.0f);
@@ -46,12 +46,12 @@ struct ExactTile : Measured {
     }
   }
 
-  // Products of `N` queries `q [N][head_dim]` with 16 tokens.
+  // Products of `N` queries `q [N][head_dim]` with LANES tokens.
   template <int N>
   void products(int sub, const float* q, vf* z) const {
     for (int m = 0; m < N; m++) z[m] = splat(0.0f);
     for (int64_t c = 0; c < head_dim; c++) {
-      const vf k = load(key[c] + 16 * sub);
+      const vf k = load(key[c] + LANES * sub);
       for (int m = 0; m < N; m++) z[m] += k * q[m * head_dim + c];
     }
   }

@@ -36,18 +36,22 @@ inline float number(const void* at, int64_t i, int64_t dtype) {
   return x;
 }
 
-// Sixteen side by side.
+// As many as a vector has lanes, side by side.
 inline vf numbers(const void* at, int64_t i, int64_t dtype) {
   if (dtype == FLOAT32) return load((const float*)at + i);
-#ifdef WITCERT_AVX512
-  if (dtype == BFLOAT16 || dtype == FLOAT16) {
+  if (dtype == FLOAT16) return halves_to_float((const uint16_t*)at + i);
+  if (dtype == BFLOAT16) {
+#if defined(WITCERT_AVX512)
     const __m256i bits = _mm256_loadu_si256((const __m256i*)((const uint16_t*)at + i));
-    return dtype == FLOAT16 ? (vf)_mm512_cvtph_ps(bits) : (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
-  }
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#elif defined(WITCERT_AVX2)
+    const __m128i bits = _mm_loadu_si128((const __m128i*)((const uint16_t*)at + i));
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
 #endif
-  vf x;
+  }
+  float x[LANES];
   for (int j = 0; j < LANES; j++) x[j] = number(at, i + j, dtype);
-  return x;
+  return load(x);
 }
 
 // x rounded to nearest, ties to even.

@@ -144,89 +144,80 @@ struct Queries {
   }
 };
 
-// 64 tokens of one KV head of the cache.
-struct PackedTile : Measured {
-  alignas(64) vi codes[SUB][MAX_DIM / 4];   // K codes + 128, a word of four channels of 16 tokens
-  alignas(64) vi dither[SUB][MAX_DIM / 4];  // bytes j of u, where tokens of a sub-tile have dither of their own
-  alignas(64) float k_scale[MAX_GROUPS][TILE], v_scale[MAX_GROUPS][TILE], residual[MAX_GROUPS][TILE];
-  alignas(64) float spared_length[TILE];
-  alignas(64) int32_t pass[TILE];  // bits of a uint32
-  const int8_t* v[TILE];
-  int64_t line[TILE];
-  bool shared[SUB];  // whether the first token's pass wrote all tokens of a sub-tile
+// Where 64 tokens of a request lie in the cache, for all its heads.
+struct Tokens {
+  int64_t slot[TILE], k[TILE], v[TILE];  // bytes from the beginning of K and of V
+  alignas(64) int32_t pass[TILE];        // bits of a uint32
+  bool shared[SUB];                      // whether the first token's pass wrote all tokens of a sub-tile
   int count;
 
-  // Scales `side [slot][groups]` of the tile's tokens by group, 0 where there is none, which `never` is told.
-  void scales(const uint16_t* side, int groups, float (*to)[TILE], float* never) const {
-    alignas(64) float rows[16][16] = {};
-    const void* at[16];
-    for (int i = 0; i < 16; i++) at[i] = rows[i];
+  // Tokens begin .. end - 1, 64 at most; after the last one it stands in for those that there are not.
+  void find(const Cache& a, const Pages& pages, int64_t request, int64_t begin, int64_t end) {
+    count = (int)std::min<int64_t>(TILE, end - begin);
+    const int32_t* page = pages.indices + pages.indptr[request] + begin / a.page_size;
+    int64_t offset = begin % a.page_size;
+    for (int i = 0; i < count; i++) {
+      slot[i] = *page * a.page_size + offset;
+      k[i] = *page * a.k_page + offset * a.k_token, v[i] = *page * a.v_page + offset * a.v_token;
+      pass[i] = a.pass_ids[slot[i]];
+      if (++offset == a.page_size) offset = 0, page++;
+    }
+    for (int i = count; i < TILE; i++) slot[i] = slot[i - 1], k[i] = k[i - 1], v[i] = v[i - 1], pass[i] = pass[i - 1];
     for (int sub = 0; sub < SUB; sub++) {
-      for (int i = 0; i < 16; i++) halves_to_float(side + line[16 * sub + i] * groups, groups, rows[i]);
-      vi by_group[16];
-      transpose(at, by_group);
-      const vi live = lane_index() + 16 * sub < splat(count);
-      vf told = load(never + 16 * sub);
-      for (int g = 0; g < groups; g++) {
-        const vf x = (vf)by_group[g];
-        const vi fine = (x >= 0.0f) & (x < INF);
-        told = fine ? told : splat(INF);
-        store(to[g] + 16 * sub, fine & live ? x : splat(0.0f));
-      }
-      store(never + 16 * sub, told);
+      shared[sub] = true;
+      for (int i = LANES * sub; i < LANES * (sub + 1); i++) shared[sub] &= pass[i] == pass[0];
     }
   }
 
-  // Tokens begin .. end - 1 of a request, 64 at most.
-  void read(const Cache& a, const Pages& pages, int64_t request, int64_t kv_head, int64_t begin, int64_t end,
-            bool meter) {
-    count = (int)std::min<int64_t>(TILE, end - begin);
-    const uint8_t* rows[TILE];
-    const int32_t* page = pages.indices + pages.indptr[request] + begin / a.page_size;
-    int64_t offset = begin % a.page_size;
-    for (int i = 0; i < TILE; i++) {
-      if (i >= count) {  // stands in, with scales of 0
-        rows[i] = rows[i - 1], v[i] = v[i - 1], line[i] = line[i - 1], pass[i] = pass[i - 1];
-        continue;
-      }
-      const int64_t slot = *page * a.page_size + offset;
-      rows[i] = (const uint8_t*)a.k + *page * a.k_page + offset * a.k_token + kv_head * a.k_head;
-      v[i] = a.v + *page * a.v_page + offset * a.v_token + kv_head * a.v_head;
-      line[i] = slot * a.kv_heads + kv_head;
-      pass[i] = a.pass_ids[slot];
-      if (++offset == a.page_size) offset = 0, page++;
-      // The next head of this token is read next.
-      for (int64_t c = 0; c < a.head_dim; c += 64) __builtin_prefetch(rows[i] + a.k_head + c);
-      for (int64_t c = 0; c < a.v_dim; c += 64) __builtin_prefetch(v[i] + a.v_head + c);
+  // Fetch what is read of some of them, of all heads, while others are attended.
+  void fetch(const Cache& a, int first, int last) const {
+    const auto rows = [&](const int8_t* at, int64_t head, int64_t channels) {
+      const int64_t together = head == channels ? a.kv_heads : 1, apart = a.kv_heads / together;
+      for (int64_t h = 0; h < apart; h++)
+        for (int64_t c = 0; c < together * channels; c += 64) __builtin_prefetch(at + h * head + c, 0, 2);
+    };
+    for (int i = first; i < std::min(last, count); i++) {
+      rows(a.k + k[i], a.k_head, a.head_dim), rows(a.v + v[i], a.v_head, a.v_dim);
+      __builtin_prefetch(a.k_scales + slot[i] * a.kv_heads * a.groups(), 0, 2);
+      __builtin_prefetch(a.v_scales + slot[i] * a.kv_heads * a.v_groups(), 0, 2);
+      if (a.witness) __builtin_prefetch(a.witness + slot[i] * a.kv_heads * a.groups(), 0, 2);
     }
-    alignas(64) uint8_t padded[16][64];
-    const vi flip = splat((int32_t)0x80808080);
+  }
+};
+
+// 64 tokens of one KV head of the cache.
+struct PackedTile : Measured {
+  alignas(64) vi codes[SUB][MAX_DIM / 4];   // K codes + 128, a word of four channels of LANES tokens
+  alignas(64) vi dither[SUB][MAX_DIM / 4];  // bytes j of u, where tokens of a sub-tile have dither of their own
+  alignas(64) float k_scale[MAX_GROUPS][TILE], v_scale[MAX_GROUPS][TILE], residual[MAX_GROUPS][TILE];
+  alignas(64) float spared_length[TILE];
+  const int8_t* v[TILE];
+  int64_t line[TILE];
+  const Tokens* tokens;
+  int count;
+
+  void read(const Cache& a, const Tokens& t, int64_t kv_head, bool meter) {
+    tokens = &t, count = t.count;
+    const int8_t* k[TILE];
+    for (int i = 0; i < TILE; i++) {
+      k[i] = a.k + t.k[i] + kv_head * a.k_head, v[i] = a.v + t.v[i] + kv_head * a.v_head;
+      line[i] = t.slot[i] * a.kv_heads + kv_head;
+    }
     for (int sub = 0; sub < SUB; sub++) {
-      for (int64_t c = 0; c < a.head_dim; c += 64) {
-        const void* from[16];
-        const int64_t left = a.head_dim - c;
-        for (int i = 0; i < 16; i++) {
-          from[i] = rows[16 * sub + i] + c;
-          if (left < 64) {
-            std::memset(padded[i], 0, 64);
-            std::memcpy(padded[i], from[i], (size_t)left);
-            from[i] = padded[i];
-          }
-        }
+      for (int64_t c = 0; c < a.head_dim; c += 4 * WORDS) {
         vi* words = &codes[sub][c / 4];
-        transpose(from, words);
-        for (int i = 0; i < 16; i++) words[i] ^= flip;
+        words_of(k + LANES * sub, c, a.head_dim, words);
+        for (int i = 0; i < WORDS; i++) words[i] ^= splat((int32_t)0x80808080);
       }
       vi ids;
-      std::memcpy(&ids, pass + 16 * sub, sizeof ids);
-      shared[sub] = !any(ids != splat(pass[0]));
-      for (int block = 0; !shared[sub] && 16 * block < a.head_dim; block++) {
+      std::memcpy(&ids, t.pass + LANES * sub, sizeof ids);
+      for (int block = 0; !t.shared[sub] && 16 * block < a.head_dim; block++) {
         const Words w = philox((vu)ids, (uint32_t)a.layer, (uint32_t)a.head_ids[kv_head], (uint32_t)block, a.seed);
         for (int j = 0; j < 4; j++) dither[sub][4 * block + j] = (vi)w.w[j];
       }
       const vf never = ids == splat(0) ? splat(INF) : splat(0.0f);
-      store(unknown + 16 * sub, never);
-      store(v_unknown + 16 * sub, never);
+      store(unknown + LANES * sub, never);
+      store(v_unknown + LANES * sub, never);
     }
     scales(a.k_scales, a.groups(), k_scale, unknown);
     scales(a.v_scales, a.v_groups(), v_scale, v_unknown);
@@ -234,18 +225,18 @@ struct PackedTile : Measured {
   }
 
   bool any_shared() const {
-    return std::any_of(shared, shared + SUB, [](bool x) { return x; });
+    return std::any_of(tokens->shared, tokens->shared + SUB, [](bool x) { return x; });
   }
 
-  // Products of `N` pairs from `p` with 16 tokens, without the softmax scale.
+  // Products of `N` pairs from `p` with LANES tokens, without the softmax scale.
   template <int N, int DIGITS>
   void products(int sub, const Queries& x, int p, vf* z) const {
-    const bool own_dither = !shared[sub];
+    const bool own_dither = !tokens->shared[sub];
     for (int m = 0; m < N; m++) z[m] = splat(0.0f);
     for (int g = 0; g < x.groups; g++) {
       vi dot[N][DIGITS];
       meet<N, DIGITS>(codes[sub] + 8 * g, x, p, g, -128, dot);
-      const vf scale = load(&k_scale[g][16 * sub]);
+      const vf scale = load(&k_scale[g][LANES * sub]);
       vf value[N];
       for (int m = 0; m < N; m++) value[m] = joined<DIGITS>(dot[m]) * x.unit[(p + m) * x.groups + g];
       if (own_dither) {
@@ -265,14 +256,15 @@ struct PackedTile : Measured {
     }
     const Cache& a = x.cache;
     for (int64_t c = 0; c < a.bypassed; c++) {
-      vf key;
+      float beside[LANES];
       for (int i = 0; i < LANES; i++)
-        key[i] = 16 * sub + i < count ? number(a.bypass, line[16 * sub + i] * a.bypassed + c, a.dtype) : 0.0f;
+        beside[i] = LANES * sub + i < count ? number(a.bypass, line[LANES * sub + i] * a.bypassed + c, a.dtype) : 0.0f;
+      const vf key = load(beside);
       for (int m = 0; m < N; m++) z[m] += key * x.spared[(p + m) * a.bypassed + c];
     }
   }
 
-  // Quantization's radius and that of the product, of pair `p` and tokens i .. i + 15.
+  // Quantization's radius and that of the product, of pair `p` and LANES tokens from `i`.
   vf radius(const Queries& x, int i, int p) const {
     vf l1 = splat(0.0f), variance = l1, stored = l1;
     for (int g = 0; g < x.groups; g++) {
@@ -315,23 +307,63 @@ struct PackedTile : Measured {
     }
   }
 
+  // Words c / 4 .. c / 4 + 15 of LANES rows of `channels` bytes, 0 beyond the last.
+  static void words_of(const int8_t* const* rows, int64_t c, int64_t channels, vi* out) {
+    alignas(64) int8_t padded[LANES][4 * WORDS];
+    const void* from[LANES];
+    const int64_t left = channels - c;
+    for (int i = 0; i < LANES; i++) {
+      from[i] = rows[i] + c;
+      if (left < 4 * WORDS) {
+        std::memset(padded[i], 0, sizeof padded[i]);
+        std::memcpy(padded[i], from[i], (size_t)left);
+        from[i] = padded[i];
+      }
+    }
+    transpose(from, out);
+  }
+
+  // Scales `side [slot][groups]` of the tile's tokens by group, 0 where there is none, which `never` is told.
+  void scales(const uint16_t* side, int groups, float (*to)[TILE], float* never) const {
+    alignas(64) uint16_t by_group[MAX_GROUPS][TILE];
+    for (int i = 0; i < TILE; i++)
+      for (int g = 0; g < groups; g++) by_group[g][i] = side[line[i] * groups + g];
+    for (int i = 0; i < TILE; i += LANES) {
+      const vi live = lane_index() + i < splat(count);
+      vf told = load(never + i);
+      for (int g = 0; g < groups; g++) {
+        const vf x = halves_to_float(by_group[g] + i);
+        const vi fine = (x >= 0.0f) & (x < INF);
+        told = fine ? told : splat(INF);
+        store(to[g] + i, fine & live ? x : splat(0.0f));
+      }
+      store(never + i, told);
+    }
+  }
+
   void measure(const Cache& a) {
     for (int i = 0; i < TILE; i += LANES) {
-      vf squares = splat(0.0f);
+      vf squares = splat(0.0f), of_values = squares;
       for (int g = 0; g < a.v_groups(); g++) {
         const vf x = load(v_scale[g] + i);
         squares += x * x * (float)channels_of(a.v_dim, g);
       }
       store(rho + i, root(squares) * (0.5f * (1.0f + 0x1p-13f) * UP16));
+      for (int64_t c = 0; c < a.v_dim; c += 4 * WORDS) {
+        vi words[WORDS], sums[2] = {splat(0), splat(0)};
+        words_of(v + i, c, a.v_dim, words);
+        for (int w = 0; w < WORDS; w++) {
+          const vi size = bytes_abs(words[w]);
+          sums[w / 8] = dot_bytes(sums[w / 8], size, size);
+        }
+        for (int g = 0; g < 2 && c + 32 * g < a.v_dim; g++) {
+          const vf x = load(v_scale[c / 32 + g] + i);
+          of_values += to_float(sums[g]) * (x * x);
+        }
+      }
+      store(v_square + i, of_values);
     }
     for (int i = 0; i < TILE; i++) {
-      vf total = splat(0.0f);
-      for (int64_t c = 0; c < a.v_dim && i < count; c += 64) {
-        const float one = v_scale[c / 32][i], two = c + 32 < a.v_dim ? v_scale[c / 32 + 1][i] : 0.0f;
-        total += to_float(squares_of_bytes(v[i] + c, a.v_dim - c)) *
-                 (lane_index() < 8 ? splat(one * one) : splat(two * two));
-      }
-      v_square[i] = sum(total);
       for (int g = 0; a.witness && g < a.groups(); g++)
         residual[g][i] = k_scale[g][i] * (float)a.witness[line[i] * a.groups() + g];
       float beside = 0.0f;
@@ -356,13 +388,14 @@ void attend_packed(const PackedTile& t, const Queries& x, int p, int64_t begin, 
     t.products<N, DIGITS>(sub, x, p, z);
     for (int m = 0; m < N; m++) {
       z[m] = z[m] * (float)sm_scale;
-      store(logits[m] + 16 * sub, soft_cap > 0.0 ? soft_capped(z[m], (float)soft_cap) : z[m]);
+      store(logits[m] + LANES * sub, soft_cap > 0.0 ? soft_capped(z[m], (float)soft_cap) : z[m]);
     }
   }
-  const float fixed = fixed_radius(soft_cap);
-  for (int m = 0; m < N; m++)
-    factor[m] = weigh(sums[p + m], spans[p + m], begin, t.count, logits[m], weights[m], meter[p + m], fixed, t,
-                      [&](int i) { return t.radius(x, i, p + m); });
+  Tile tile(t, begin, t.count, fixed_radius(soft_cap));
+  for (int m = 0; m < N; m++) {
+    const auto radius = [&](int i) { return t.radius(x, i, p + m); };
+    factor[m] = tile.weigh(sums[p + m], spans[p + m], logits[m], weights[m], meter[p + m], radius);
+  }
   const int64_t width = x.cache.v_dim;
   for (int g = 0; g < x.cache.v_groups(); g++) {
     for (int m = 0; m < N; m++)
@@ -375,7 +408,7 @@ void attend_packed(const PackedTile& t, const Queries& x, int p, int64_t begin, 
 // All pairs over a tile.
 inline void attend_packed(const PackedTile& t, Queries& x, int64_t begin, const Span* spans, const bool* meter,
                           double sm_scale, double soft_cap, Sums* sums, float* out) {
-  if (t.any_shared()) x.draw((uint32_t)t.pass[0]);
+  if (t.any_shared()) x.draw((uint32_t)t.tokens->pass[0]);
   auto some = [&](auto n, int p) {
     constexpr int N = decltype(n)::value;
     if (x.digits == 2)

@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al., SC 2011), a counter a lane: the dither of sixteen tokens at once.
+// Philox4x32-10 (Salmon et al., SC 2011), a counter a lane: the dither of as many tokens at once.
 #pragma once
 #include "vec.h"
 
@@ -9,21 +9,24 @@ struct Words {
 };
 
 inline void multiply(vu a, uint32_t by, vu& high, vu& low) {
-#ifdef WITCERT_AVX512
+#if defined(WITCERT_AVX512)
   const __m512i m = _mm512_set1_epi32((int)by);
   __m512i even = _mm512_mul_epu32((__m512i)a, m), odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), m);
   high = (vu)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
   low = (vu)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+#elif defined(WITCERT_AVX2)
+  const __m256i m = _mm256_set1_epi32((int)by);
+  __m256i even = _mm256_mul_epu32((__m256i)a, m), odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), m);
+  high = (vu)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+  low = (vu)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
 #else
-  for (int i = 0; i < LANES; i++) {
-    uint64_t product = (uint64_t)a[i] * by;
-    high[i] = (uint32_t)(product >> 32);
-    low[i] = (uint32_t)product;
-  }
+  uint32_t x[LANES], up[LANES];
+  std::memcpy(x, &a, sizeof a);
+  for (int i = 0; i < LANES; i++) up[i] = (uint32_t)((uint64_t)x[i] * by >> 32);
+  std::memcpy(&high, up, sizeof high);
+  low = a * by;
 #endif
 }
-
-inline vu splat_word(uint32_t x) { return (vu)splat((int32_t)x); }
 
 // The words of counters (pass, layer, head, block) under `key`; byte i of the four is j of channel 16 block + i.
 inline Words philox(vu pass, uint32_t layer, uint32_t head, uint32_t block, uint64_t key) {

@@ -1,5 +1,6 @@
-// Vectors of 16 lanes in GCC's and Clang's portable form; where a processor has wider instructions for a step, those.
-// No step here is approximate in a way its comment does not bound; nothing may be compiled with -ffast-math.
+// Vectors in GCC's and Clang's portable form, as wide as the processor's own; where it has instructions for a step that
+// the compiler does not find, those. No step here is approximate in a way its comment does not bound; nothing may be
+// compiled with -ffast-math.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -10,20 +11,36 @@
 #endif
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define WITCERT_AVX512 1
+#elif defined(__AVX2__) && defined(__F16C__)
+#define WITCERT_AVX2 1
 #endif
 
 namespace witcert {
 
+#if defined(WITCERT_AVX512)
 constexpr int LANES = 16;
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
+#elif defined(WITCERT_AVX2)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+constexpr int WORDS = 16;  // of a row that are transposed at once
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 
-inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-inline vi splat(int32_t x) { return vi{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-inline vi lane_index() { return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+inline vf splat(float x) { return x - vf{}; }
+inline vi splat(int32_t x) { return x - vi{}; }
+inline vu splat_word(uint32_t x) { return (vu)splat((int32_t)x); }
+
+inline vi lane_index() {
+  alignas(64) static constexpr int32_t index[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  vi x;
+  std::memcpy(&x, index, sizeof x);
+  return x;
+}
 
 inline vf load(const float* p) {
   vf x;
@@ -38,12 +55,12 @@ inline vf larger(vf a, vf b) { return a > b ? a : b; }
 inline vf smaller(vf a, vf b) { return a < b ? a : b; }
 
 inline float sum(vf x) {
-#ifdef WITCERT_AVX512
+#if defined(WITCERT_AVX512)
   return _mm512_reduce_add_ps((__m512)x);
 #else
-  float part[8];
-  for (int i = 0; i < 8; i++) part[i] = x[i] + x[i + 8];
-  for (int n = 4; n; n /= 2)
+  float part[LANES];
+  store(part, x);
+  for (int n = LANES / 2; n; n /= 2)
     for (int i = 0; i < n; i++) part[i] += part[i + n];
   return part[0];
 #endif
@@ -52,31 +69,55 @@ inline float sum(vf x) {
 // The largest lane that is a number, -inf where none is above it.
 inline float largest(vf x) {
   x = larger(x, splat(-INF));
-#ifdef WITCERT_AVX512
+#if defined(WITCERT_AVX512)
   return _mm512_reduce_max_ps((__m512)x);
 #else
-  float most = -INF;
-  for (int i = 0; i < LANES; i++) most = x[i] > most ? x[i] : most;
-  return most;
+  float part[LANES];
+  store(part, x);
+  for (int n = LANES / 2; n; n /= 2)
+    for (int i = 0; i < n; i++) part[i] = part[i] > part[i + n] ? part[i] : part[i + n];
+  return part[0];
 #endif
 }
 
 inline bool any(vi mask) {
-#ifdef WITCERT_AVX512
+#if defined(WITCERT_AVX512)
   return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif defined(WITCERT_AVX2)
+  return _mm256_movemask_ps((__m256)mask) != 0;
 #else
-  int32_t all = 0;
-  for (int i = 0; i < LANES; i++) all |= mask[i];
+  int64_t words[LANES / 2], all = 0;
+  std::memcpy(words, &mask, sizeof mask);
+  for (int64_t word : words) all |= word;
   return all != 0;
 #endif
 }
 
-inline vf root(vf x) {
-#ifdef WITCERT_AVX512
-  return (vf)_mm512_sqrt_ps((__m512)x);
+// The first lane of a mask that is set, -1 where none is.
+inline int first_of(vi mask) {
+#if defined(WITCERT_AVX512)
+  const int bits = _mm512_movepi32_mask((__m512i)mask);
+#elif defined(WITCERT_AVX2)
+  const int bits = _mm256_movemask_ps((__m256)mask);
 #else
-  for (int i = 0; i < LANES; i++) x[i] = __builtin_sqrtf(x[i]);
-  return x;
+  int32_t lanes[LANES];
+  int bits = 0;
+  std::memcpy(lanes, &mask, sizeof mask);
+  for (int i = 0; i < LANES; i++) bits |= (lanes[i] & 1) << i;
+#endif
+  return bits ? __builtin_ctz((unsigned)bits) : -1;
+}
+
+inline vf root(vf x) {
+#if defined(WITCERT_AVX512)
+  return (vf)_mm512_sqrt_ps((__m512)x);
+#elif defined(WITCERT_AVX2)
+  return (vf)_mm256_sqrt_ps((__m256)x);
+#else
+  float part[LANES];
+  store(part, x);
+  for (float& y : part) y = __builtin_sqrtf(y);
+  return load(part);
 #endif
 }
 
@@ -133,52 +174,63 @@ inline vf exponential(vf x) {
 
 // acc + sum of four products of unsigned bytes `a` and signed bytes `b` in each lane, exact.
 inline vi dot_bytes(vi acc, vi a, vi b) {
-#if defined(__AVX512VNNI__)
+#if defined(WITCERT_AVX512) && defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#elif defined(WITCERT_AVX512)
-  // Products of 16 bit pairs: no saturation, unlike vpmaddubsw.
-  const __m512i low = _mm512_set1_epi16(0xFF);
-  __m512i even =
-      _mm512_madd_epi16(_mm512_and_si512((__m512i)a, low), _mm512_srai_epi16(_mm512_slli_epi16((__m512i)b, 8), 8));
-  __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)a, 8), _mm512_srai_epi16((__m512i)b, 8));
-  return acc + (vi)_mm512_add_epi32(even, odd);
+#elif defined(WITCERT_AVX2) && defined(__AVXVNNI__)
+  return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)b);
 #else
-  vi first = (a & 0xFF) * ((b << 24) >> 24), second = ((a >> 8) & 0xFF) * ((b << 16) >> 24);
-  vi third = ((a >> 16) & 0xFF) * ((b << 8) >> 24), fourth = (vi)((vu)a >> 24) * (b >> 24);
-  return acc + (first + second) + (third + fourth);
+  // Sums of two products of 16 bit numbers: nothing saturates, as it would in pmaddubsw.
+  const vi a_even = a & 0x00FF00FF, a_odd = (vi)((vu)a >> 8) & 0x00FF00FF;
+  typedef int16_t vs __attribute__((vector_size(4 * LANES)));
+  const vs b_even = (vs)((vs)b << 8) >> 8, b_odd = (vs)b >> 8;
+#if defined(WITCERT_AVX512)
+  return acc + (vi)_mm512_madd_epi16((__m512i)a_even, (__m512i)b_even) +
+         (vi)_mm512_madd_epi16((__m512i)a_odd, (__m512i)b_odd);
+#elif defined(WITCERT_AVX2)
+  return acc + (vi)_mm256_madd_epi16((__m256i)a_even, (__m256i)b_even) +
+         (vi)_mm256_madd_epi16((__m256i)a_odd, (__m256i)b_odd);
+#elif defined(__SSE2__)
+  return acc + (vi)_mm_madd_epi16((__m128i)a_even, (__m128i)b_even) +
+         (vi)_mm_madd_epi16((__m128i)a_odd, (__m128i)b_odd);
+#else
+  const auto of_pairs = [](vi x, vs y) { return (x & 0xFFFF) * (((vi)y << 16) >> 16) + (x >> 16) * ((vi)y >> 16); };
+  return acc + of_pairs(a_even, b_even) + of_pairs(a_odd, b_odd);
+#endif
 #endif
 }
 
-// Lane i: the sum of squares of bytes 4 i to 4 i + 3 of `count` (64 at most) signed bytes, none of them -128.
-inline vi squares_of_bytes(const int8_t* p, int64_t count) {
-#ifdef WITCERT_AVX512
-  const __m512i x = _mm512_abs_epi8(_mm512_maskz_loadu_epi8(count >= 64 ? ~0ull : (1ull << count) - 1, p));
-  return dot_bytes(splat(0), (vi)x, (vi)x);
+// Magnitudes of signed bytes.
+inline vi bytes_abs(vi x) {
+#if defined(WITCERT_AVX512)
+  return (vi)_mm512_abs_epi8((__m512i)x);
 #else
-  alignas(64) int8_t x[64] = {};
-  std::memcpy(x, p, (size_t)(count < 64 ? count : 64));
-  vi total = splat(0);
-  for (int i = 0; i < LANES; i++)
-    for (int j = 4 * i; j < 4 * i + 4; j++) total[i] += (int32_t)x[j] * x[j];
-  return total;
+  typedef int8_t vb __attribute__((vector_size(4 * LANES)));
+  typedef uint8_t vc __attribute__((vector_size(4 * LANES)));
+  const vc negative = (vc)((vb)x < 0);
+  return (vi)(((vc)x ^ negative) - negative);
 #endif
 }
 
-// Sixteen signed bytes as floats.
+// Signed bytes side by side as floats.
 inline vf bytes_to_float(const int8_t* p) {
-#ifdef WITCERT_AVX512
+#if defined(WITCERT_AVX512)
   return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(WITCERT_AVX2)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#elif defined(__SSE4_1__)
+  int32_t word;
+  std::memcpy(&word, p, sizeof word);
+  return (vf)_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(word)));
 #else
-  typedef int8_t vb __attribute__((vector_size(16)));
-  vb x;
-  std::memcpy(&x, p, sizeof x);
-  return __builtin_convertvector(x, vf);
+  float x[LANES];
+  for (int i = 0; i < LANES; i++) x[i] = (float)p[i];
+  return load(x);
 #endif
 }
 
-// Sixteen rows of sixteen words: out[c] holds word c of every row.
+// A row of WORDS words for each lane: out[c] holds word c of every row.
 inline void transpose(const void* const* rows, vi* out) {
-#ifdef WITCERT_AVX512
+#if defined(WITCERT_AVX512)
   __m512i r[16], t[16];
   for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows[i]);
   for (int i = 0; i < 16; i += 2) {
@@ -199,13 +251,31 @@ inline void transpose(const void* const* rows, vi* out) {
     out[j + 4] = (vi)_mm512_shuffle_i32x4(b, d, 0x88);
     out[j + 12] = (vi)_mm512_shuffle_i32x4(b, d, 0xdd);
   }
-#else
-  for (int c = 0; c < 16; c++)
-    for (int i = 0; i < 16; i++) {
-      int32_t word;
-      std::memcpy(&word, (const char*)rows[i] + 4 * c, 4);
-      out[c][i] = word;
+#elif defined(WITCERT_AVX2)
+  for (int half = 0; half < 2; half++) {
+    __m256i r[8], t[8];
+    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_si256((const __m256i*)rows[i] + half);
+    for (int i = 0; i < 8; i += 2) {
+      t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+      t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
     }
+    for (int i = 0; i < 8; i += 4) {
+      r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+      r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+      r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+      r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int j = 0; j < 4; j++) {
+      out[8 * half + j] = (vi)_mm256_permute2x128_si256(r[j], r[j + 4], 0x20);
+      out[8 * half + j + 4] = (vi)_mm256_permute2x128_si256(r[j], r[j + 4], 0x31);
+    }
+  }
+#else
+  for (int i = 0; i < LANES; i++) {
+    int32_t words[WORDS];
+    std::memcpy(words, rows[i], sizeof words);
+    for (int c = 0; c < WORDS; c++) ((int32_t*)(out + c))[i] = words[c];
+  }
 #endif
 }
 
@@ -222,12 +292,16 @@ inline float half_to_float(uint16_t bits) {
 #endif
 }
 
-// Up to eight halves as floats, 0 beyond `count`.
-inline void halves_to_float(const uint16_t* from, int count, float* to) {
-#ifdef WITCERT_AVX512
-  _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_maskz_loadu_epi16((__mmask8)((1u << count) - 1), from)));
+// Halves side by side as floats.
+inline vf halves_to_float(const uint16_t* p) {
+#if defined(WITCERT_AVX512)
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(WITCERT_AVX2)
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
-  for (int i = 0; i < 8; i++) to[i] = i < count ? half_to_float(from[i]) : 0.0f;
+  float x[LANES];
+  for (int i = 0; i < LANES; i++) x[i] = half_to_float(p[i]);
+  return load(x);
 #endif
 }
 
