@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,13 +102,18 @@ def test_an_exact_cache_generates_and_scores_what_the_model_does(family: str, si
         with wc.meter(model, policy=policy("none")) as m:
             scored = model(**inputs).logits
             torch.manual_seed(3)
+            if side == "right" and FAMILIES[family].get("sliding_window") is not None:
+                with pytest.raises(
+                    UnsupportedError, match=r"a window of \d tokens that would count it; .* on the left"
+                ):
+                    model.generate(**inputs, **options)
+                return
             sampled = model.generate(**inputs, **options)
         again = model(**inputs).logits
     real = inputs["attention_mask"].bool()
     torch.testing.assert_close(scored[real], plain[real], atol=2e-5, rtol=2e-5)
     assert torch.equal(again, plain)
-    if side == "left" or FAMILIES[family].get("sliding_window") is None:  # else transformers' window counts padding
-        assert torch.equal(sampled, expected)
+    assert torch.equal(sampled, expected)
     assert [summary["rows_metered"] for summary in m.requests] == [0, 0, 0, 7, 7, 7]
     for summary in m.requests[3:]:
         assert summary["audit"]["cells"] == summary["cells_exact"] > 0
@@ -217,6 +224,8 @@ def refused(metered: MeteredModel, model: Any, what: str) -> None:
             pass
     elif what == "number":
         metered.summary(7)
+    elif what == "copied":
+        copy.deepcopy(model(ids, use_cache=True).past_key_values)
     elif what == "filled":
         cache = DynamicCache(config=model.config)
         for layer in range(2):
@@ -241,6 +250,7 @@ def refused(metered: MeteredModel, model: Any, what: str) -> None:
         ("layers alone", UnsupportedError, "outside a pass of the meter"),
         ("nested", UnsupportedError, "a meter is running already"),
         ("number", InputError, "there is no request 7"),
+        ("copied", UnsupportedError, "cache of a metered model is copied or stored"),
         ("filled", UnsupportedError, "filled outside the meter"),
     ],
 )
@@ -251,6 +261,105 @@ def test_what_cannot_be_followed_is_refused_by_name(what: str, error: type[Excep
             refused(m, model, what)
         model(torch.arange(10, 30)[None])  # and the meter goes on
     with torch.no_grad(), wc.meter(model, quantizer="int4_token_group"):
+        pass
+
+
+def windowed(name: str, layers: list[str] | None = None) -> Any:
+    """A model whose window is in the mask that it makes, and not in what it hands to attention."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_local_experts": 2, "num_experts": 2, "moe_intermediate_size": 32, "sliding_window": 6}
+    sizes |= {"shared_expert_intermediate_size": 32, "num_experts_per_tok": 1, "use_sliding_window": True}
+    sizes |= {} if layers is None else {"layer_types": layers}
+    config = getattr(transformers, name)(**sizes)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("PhimoeConfig", None), ("Qwen2MoeConfig", ["full_attention", "sliding_attention"])]
+)
+def test_a_window_that_a_model_keeps_in_its_mask_is_refused(name: str, layers: list[str] | None) -> None:
+    """It would attend to all tokens under the meter, and to six without it: bounds would be of another attention."""
+    model, ids = windowed(name, layers), torch.arange(10, 30)[None]
+    with torch.no_grad():
+        plain = model(ids[:, :5]).logits
+        with (
+            wc.meter(model, policy=policy("none")) as m,
+            pytest.raises(UnsupportedError, match=r"the last 6 tokens: it"),
+        ):
+            model(ids)
+        assert m.requests[0]["rows_seen"] == 0
+        with wc.meter(model, policy=policy("none"), max_tokens=6):  # where the window reaches over everything
+            torch.testing.assert_close(model(ids[:, :5]).logits, plain, atol=2e-5, rtol=2e-5)
+
+
+def test_a_layer_of_another_shape_than_its_configuration_says_is_refused() -> None:
+    model = random_model("LlamaConfig")
+    model.config.num_attention_heads = 8  # its layers have 4, and 2 rows would be taken for one
+    with (
+        torch.no_grad(),
+        wc.meter(model, quantizer="none"),
+        pytest.raises(UnsupportedError, match=r"\[\(4, 16\), \(2, 16\), \(2, 16\)\] \(heads, channels\), but"),
+    ):
+        model(torch.arange(10, 30)[None])
+
+
+def test_padding_inside_a_text_counts_for_no_window_and_is_followed_without_one() -> None:
+    ids, mask = torch.arange(10, 30)[None], torch.ones(1, 20, dtype=torch.int64)
+    mask[0, 10:12] = 0
+    with torch.no_grad():
+        plain = random_model("LlamaConfig")
+        expected = plain(ids, attention_mask=mask).logits
+        with wc.meter(plain, policy=policy("none")):
+            scored = plain(ids, attention_mask=mask).logits
+        torch.testing.assert_close(scored[mask.bool()], expected[mask.bool()], atol=2e-5, rtol=2e-5)
+        model = random_model("MistralConfig")
+        with (
+            wc.meter(model, policy=policy("none")),
+            pytest.raises(UnsupportedError, match="padding between the tokens"),
+        ):
+            model(ids, attention_mask=mask)
+
+
+def test_another_thread_waits_for_its_turn_or_is_refused() -> None:
+    """Attention is told of one pass, and would take the calls of another thread's for its own."""
+    model, ids = random_model("LlamaConfig"), torch.arange(10, 30)[None]
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    refused: list[str] = []
+
+    def other(*_: Any) -> None:
+        try:
+            model.generate(ids, **options)
+        except UnsupportedError as error:
+            refused.append(str(error))
+
+    def meanwhile(*_: Any) -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    with wc.meter(model, quantizer="none") as m:
+        handle = model.model.layers[0].register_forward_hook(meanwhile)
+        assert torch.equal(model.generate(ids, **options), expected)
+        handle.remove()
+        meanwhile()  # nobody else is at it now
+    assert len(refused) == 4
+    assert all("which follows one pass at a time" in words for words in refused)
+    assert [summary["rows_metered"] for summary in m.requests] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": None, "quantizer": "none"}, "the model is NoneType; expected a causal language model"),
+        ({"model": "gpt2", "quantizer": "none"}, "the model is str; expected"),
+        ({"model": None, "quantizer": policy("none").resolved_quantizer}, "expected a name, such as 'int8_dither'"),
+        ({"model": None, "quantizer": "none", "max_tokens": 0.5}, "max_tokens is 0.5; expected"),
+    ],
+    ids=str,
+)
+def test_what_is_no_argument_is_named(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words), wc.meter(given.pop("model"), **given):
         pass
 
 

@@ -453,3 +453,17 @@ def test_the_truth_is_never_above_one() -> None:
         above += float(total_variation(truth, single)) > 1.0
         assert true_tv(q, stored, exact, AttentionSpec(1.0)).item() <= 1.0
     assert above > 0, "no case of the kind was drawn"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sm_scale": 0.0}, "sm_scale is 0.0; expected a finite number that is not 0"),
+        ({"sm_scale": float("nan")}, "sm_scale is nan"),
+        ({"logits_soft_cap": -30.0}, "logits_soft_cap is -30.0; expected 0 for none"),
+        ({"logits_soft_cap": float("inf")}, "logits_soft_cap is inf"),
+    ],
+)
+def test_an_attention_that_cannot_be_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        AttentionSpec(**{"sm_scale": SCALE, **changes})

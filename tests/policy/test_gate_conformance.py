@@ -52,6 +52,10 @@ class Wrong:
             return GateDecision("give_up", status, reason=str(torch.rand(())))
         if self.how == "action":
             return GateDecision("certify", status)  # type: ignore[arg-type]
+        if self.how == "list":
+            return GateDecision("accept", status.tolist())  # type: ignore[arg-type]
+        if self.how == "tensor":
+            return GateDecision("repair", status, block=state.block_risk.argmax())  # type: ignore[arg-type]
         if self.how == "shape":
             return GateDecision("accept", status[:1])
         if self.how == "dtype":
@@ -100,6 +104,8 @@ class Lenient(Certified):
         (Wrong("no decision"), "decide must return a GateDecision"),
         (Wrong("random"), "decides otherwise for the same state"),
         (Wrong("action"), "action is 'certify'; allowed: accept, repair, give_up"),
+        (Wrong("list"), r"status is \[0, 0, 0, 0\]; expected a tensor"),
+        (Wrong("tensor"), r"asks for block tensor\(\d\); expected its number, an int"),
         (Wrong("shape"), r"status is torch.int64 \[1\]; expected torch.int64 \[4\]"),
         (Wrong("dtype"), r"status is torch.int32 \[4\]"),
         (Wrong("exact"), "status 4 is not a gate's to give"),
@@ -119,4 +125,27 @@ class Lenient(Certified):
 )
 def test_a_broken_promise_is_named(gate: Gate, words: str) -> None:
     with pytest.raises(PluginError, match=rf"^gate '\w+': .*{words}"):
+        check_gate(gate)
+
+
+class Unfrozen:
+    name = "unfrozen"
+    repairs = False
+
+    def decide(self, state: GateState) -> GateDecision:
+        return GateDecision("accept", observed(state))
+
+
+@pytest.mark.parametrize(
+    ("gate", "words"),
+    [
+        (None, "NoneType'> is no gate: expected a frozen dataclass with a method decide"),
+        ("observe", "is no gate: expected a frozen dataclass"),
+        (Unfrozen(), "Unfrozen'> is no gate: expected a frozen dataclass"),
+        (Observe, r"Observe is a class; check an instance: check_gate\(Observe\(\.\.\.\)\)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_gate_is_named(gate: Gate, words: str) -> None:
+    with pytest.raises(PluginError, match=words):
         check_gate(gate)

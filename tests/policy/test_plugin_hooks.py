@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import EntryPoint, PathDistribution
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pluggy
 import pytest
+import torch
 
-from witcert_core import PluginError, register
+from witcert_core import CellBatch, CellEvent, PluginError, register
 from witcert_core.policy.gate_registry import GateRegistry
 from witcert_core.policy.plugins import cell_observers, load_plugins, plugin_manager, report_observers
 from witcert_core.quantizers import QuantizerRegistry
@@ -123,12 +124,23 @@ class NoFlag:
     [
         (TakenName, "gate name 'combined' is taken"),
         (NoFlag, "name is 'no_flag', repairs is None"),
+        (dataclass(frozen=True)(type("BadName", (TakenName,), {"name": "No Good"})), "name is 'No Good'"),
         (int, "expected a frozen dataclass with a method decide"),
     ],
 )
 def test_bad_gates_are_refused(record: type, message: str) -> None:
     with pytest.raises(PluginError, match=message):
         GateRegistry().register(record)
+
+
+def test_a_gate_that_is_defined_again_takes_the_place_of_the_old_one() -> None:
+    """As in a notebook, and as quantizers do."""
+    registry = GateRegistry()
+    for tau in (0.1, 0.2):
+        own = {"tau": tau, "name": "again", "repairs": False, "decide": lambda self, state: None}
+        cls = dataclass(frozen=True)(type("Again", (), {"__annotations__": {"tau": float}, **own}))
+        registry.register(cls)
+        assert registry.build("again", {}) == cls()
 
 
 @pytest.mark.parametrize(
@@ -185,6 +197,21 @@ def witcert_report():
     for reporter in report_observers(manager):
         reporter({})
     assert sys.modules["plug_seen"].seen == ["event", "report"]
+
+
+def test_an_observer_that_writes_to_what_it_is_shown_is_named(install: Install) -> None:
+    """Other rows of its batch are counted after it."""
+    source = """
+from witcert_core import hookimpl
+@hookimpl
+def witcert_on_cell(event):
+    event.cells.meter[event.row] *= 100
+"""
+    (observer,) = cell_observers(load(install("plug_percent", source)))
+    ones = torch.ones(1, 2)
+    cells = CellBatch(**dict.fromkeys((field.name for field in fields(CellBatch)), ones.clone()) | {"meter": ones})
+    with pytest.raises(PluginError, match=r"dist-plug_percent 2\.5:plug'?.*writes to meter of the cells it is shown"):
+        observer(CellEvent("r", 0, 1, 1, "deterministic", 0, cells, 0))
 
 
 @pytest.mark.parametrize("hook", ["witcert_on_cell(event)", "witcert_report(summary)", "witcert_report()"])

@@ -295,6 +295,15 @@ def test_a_policy_cannot_be_changed() -> None:
         p.meter = p.meter
 
 
+def test_a_policy_made_in_python_is_refused_in_the_words_of_the_file() -> None:
+    with pytest.raises(PolicyError, match=r"^gate\.tau: is -1; allowed: greater than 0$"):
+        Policy(version=1, quantizer={"name": "none"}, gate={"tau": -1})
+    with pytest.raises(PolicyError, match=r"^quantizer\.name: unknown quantizer 'int8_diter' \(did you mean"):
+        Policy(version=1, quantizer={"name": "int8_diter"})
+    with pytest.raises(PolicyError, match=r"is no path; a policy that is no file is made by Policy\("):
+        load_policy({"version": 1})  # type: ignore[arg-type]
+
+
 def test_a_checked_policy_survives_a_round_trip() -> None:
     p = policy(gate={"kind": "combined"}, meter={"layers": ["0-2"]})
     again = parse_policy(p.model_dump())

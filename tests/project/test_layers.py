@@ -88,6 +88,12 @@ def test_no_imports_run_in_a_circle(package: str) -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_the_core_does_not_come_in_by_its_own_front_door() -> None:
+    """The public surface stands above every room: to import it from one would be upwards, and a circle."""
+    known = modules("witcert_core")
+    assert not [name for name, path in known.items() if "witcert_core" in imported(path, known)]
+
+
 def test_engines_are_imported_by_their_adapters_alone() -> None:
     adapters = {"witcert_sglang": {"sglang", "sgl_kernel"}, "witcert_vllm": {"vllm"}}
     core: dict[str, set[str]] = {"witcert_core": set()}

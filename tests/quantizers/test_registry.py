@@ -208,6 +208,38 @@ def test_each_broken_promise_is_found(function: object, broken: str) -> None:
         check_quantizer(registry.get("broken"))
 
 
+@pytest.mark.parametrize(
+    ("declared", "broken"),
+    [
+        (lambda head_dim: 1 / 0, r"bytes_per_token_head\(128\) raised ZeroDivisionError"),
+        (lambda head_dim: "few", r"bytes_per_token_head\(128\) is 'few'; expected None or more than 0"),
+        (-3, r"bytes_per_token_head\(128\) is -3"),
+    ],
+)
+def test_bytes_that_are_none_are_named(declared: Any, broken: str) -> None:
+    registry = QuantizerRegistry()
+    quantizer("sized", bytes=declared, registry=registry)(lambda x: x / 2)
+    with pytest.raises(QuantizerError, match=broken):
+        check_quantizer(registry.get("sized"))
+
+
+def test_a_decorator_without_its_name_is_refused() -> None:
+    with pytest.raises(QuantizerError, match=r"quantizer name is <function .*; expected text: @witcert_core.quantizer"):
+
+        @quantizer  # type: ignore[arg-type]
+        def halves(x: Tensor) -> Tensor:
+            return x / 2
+
+    with pytest.raises(QuantizerError, match="bytes is 'lots'; expected a number or a function of head_dim"):
+        quantizer("sized", bytes="lots")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("thing", ["int8_dither", Quantizer, None], ids=str)
+def test_what_is_no_quantizer_is_named(thing: Any) -> None:
+    with pytest.raises(QuantizerError, match="is no quantizer; expected an instance of a class of Quantizer"):
+        check_quantizer(thing)
+
+
 def test_a_function_may_write_to_its_argument() -> None:
     registry = QuantizerRegistry()
 

@@ -58,6 +58,11 @@ def meter(
     if (quantizer is None) == (policy is None):
         raise InputError("give either quantizer or policy: one of them says what is metered")
     if quantizer is not None:
+        if not isinstance(quantizer, str):
+            raise InputError(
+                f"quantizer is {quantizer!r}; expected a name, such as 'int8_dither' or 'kivi:bits=4'; an object of "
+                "your own is named once it is registered (witcert_core.register, witcert_core.quantizer)"
+            )
         base = base_settings(None)
         if jsonl is not None:
             base["report"] = {"jsonl": str(jsonl)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from witcert_core.errors import InputError
 from witcert_core.meter.kernel_error import KernelArithmetic, kernel_radius
 from witcert_core.meter.tv import attention_logits
 
@@ -22,6 +24,9 @@ class AttentionSpec:
         sinks: ``[H]`` learned sink logits, or None.
         arithmetic: of the kernel that attends; None for the least exact one that the dtypes allow.
 
+    Raises:
+        InputError: a scale that is 0 or not finite, a cap that is negative or not finite.
+
     Example:
         >>> import torch, witcert_core as wc
         >>> wc.AttentionSpec(sm_scale=0.125, window_left=2).visible(torch.arange(10))
@@ -33,6 +38,12 @@ class AttentionSpec:
     window_left: int = -1
     sinks: Tensor | None = None
     arithmetic: KernelArithmetic | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.sm_scale) and self.sm_scale):
+            raise InputError(f"sm_scale is {self.sm_scale!r}; expected a finite number that is not 0")
+        if not 0 <= self.logits_soft_cap < math.inf:
+            raise InputError(f"logits_soft_cap is {self.logits_soft_cap!r}; expected 0 for none, or a positive number")
 
     @property
     def has_sink(self) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from inspect import isclass
 from typing import get_args
 
 import torch
 from torch import Tensor
 
 from witcert_core.errors import PluginError
+from witcert_core.policy.gate_registry import check_class
 from witcert_core.policy.gates import Action, CellStatus, Gate, GateDecision, GateState, misses_target
 
 NUM_CELLS, NUM_BLOCKS = 4, 6
@@ -40,6 +42,9 @@ def check_gate(gate: Gate) -> None:
         ...
         witcert_core.errors.PluginError: gate 'hopeful': calls a cell within target whose bounds are 1.0 and inf
     """
+    if isclass(gate):
+        raise PluginError(f"{gate.__qualname__} is a class; check an instance: check_gate({gate.__qualname__}(...))")
+    check_class(type(gate))
     for state in _states():
         try:
             _check_loop(gate, state)
@@ -102,6 +107,8 @@ def _check_decision(gate: Gate, state: GateState) -> GateDecision:
         raise PluginError("writes to the tensors it is shown; decide from copies")
     if not isinstance(decision, GateDecision):
         raise PluginError(f"decided {decision!r}; decide must return a GateDecision")
+    if not isinstance(decision.status, Tensor):
+        raise PluginError(f"status is {decision.status!r}; expected a tensor, torch.int64 {list(state.meter.shape)}")
     again = gate.decide(state)
     same = (again.action, again.block, again.reason) == (decision.action, decision.block, decision.reason)
     if not same or not _equal(again.status, decision.status):
@@ -143,6 +150,8 @@ def _check_block(gate: Gate, state: GateState, decision: GateDecision) -> None:
         raise PluginError(f"action {decision.action!r} comes with block {block}; repair names one, the others none")
     if block is None:
         return
+    if not isinstance(block, int) or isinstance(block, bool):
+        raise PluginError(f"asks for block {block!r}; expected its number, an int")
     if not gate.repairs:
         raise PluginError("asks for a repair, though its repairs is False")
     if not 0 <= block < NUM_BLOCKS or bool(state.repaired[block]):

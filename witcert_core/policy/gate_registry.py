@@ -10,6 +10,7 @@ from typing import Any
 from witcert_core.errors import PluginError, did_you_mean, listed
 from witcert_core.policy.gates import Certified, Combined, Gate, Observe, RiskRanked
 from witcert_core.quantizers.parameters import checked, parameters
+from witcert_core.quantizers.registry import NAME, origin
 
 SHARED = ("target", "tau", "tau_out", "risk_tau")
 """Keys of a policy's `gate` section that a gate has a field for if it wants their values."""
@@ -27,20 +28,16 @@ class GateRegistry:
         """Add a frozen dataclass with name, repairs and decide; PluginError if it is none or its name taken.
 
         Its fields get their values from the keys of the policy's `gate` section with the same names, others from its
-        `params`.
+        `params`. Registering it again is a no-op; another class under its name is an error.
         """
-        frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
-        if not isclass(cls) or not is_dataclass(cls) or not frozen or not callable(getattr(cls, "decide", None)):
-            raise PluginError(f"cannot register gate {cls!r}: expected a frozen dataclass with a method decide")
-        name, repairs = getattr(cls, "name", None), getattr(cls, "repairs", None)
-        if not isinstance(name, str) or not isinstance(repairs, bool):
+        check_class(cls)
+        known = self._classes.get(cls.name)
+        if known is not None and origin(known) != origin(cls):
             raise PluginError(
-                f"cannot register gate {cls.__qualname__}: name is {name!r}, repairs is {repairs!r}; "
-                "expected class variables, a string and a bool"
+                f"gate name {cls.name!r} is taken: {origin(known)} has it, {origin(cls)} wants it; "
+                "rename one of them or uninstall its distribution"
             )
-        if self._classes.get(name, cls) is not cls:
-            raise PluginError(f"gate name {name!r} is taken; names in use: {listed(self._classes)}")
-        self._classes[name] = cls
+        self._classes[cls.name] = cls
         return cls
 
     def from_package(self, package: str) -> tuple[str, ...]:
@@ -75,6 +72,19 @@ class GateRegistry:
         except (TypeError, ValueError) as error:
             raise PluginError(f"gate {name!r}: parameters {given!r} refused: {error}") from error
         return gate
+
+
+def check_class(cls: object) -> None:
+    """PluginError unless it is a frozen dataclass with name, repairs and decide."""
+    frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
+    if not isclass(cls) or not is_dataclass(cls) or not frozen or not callable(getattr(cls, "decide", None)):
+        raise PluginError(f"{cls!r} is no gate: expected a frozen dataclass with a method decide")
+    name, repairs = getattr(cls, "name", None), getattr(cls, "repairs", None)
+    if not isinstance(name, str) or not NAME.fullmatch(name) or not isinstance(repairs, bool):
+        raise PluginError(
+            f"{origin(cls)} is no gate: name is {name!r}, repairs is {repairs!r}; expected class variables, a text "
+            f"that fits {NAME.pattern} and a bool"
+        )
 
 
 GATES = GateRegistry()

@@ -6,7 +6,7 @@ Every section but `quantizer` may be left out. Unknown keys and impossible value
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -94,10 +94,15 @@ class _Section(BaseModel):
     @classmethod
     def _check_keys(cls, data: Any) -> Any:
         """YAML reads the key `on` as true and `~` as null."""
-        for key in data if isinstance(data, dict) else ():
+        cls.check_keys(data if isinstance(data, dict) else ())
+        return data
+
+    @classmethod
+    def check_keys(cls, keys: Iterable[object]) -> None:
+        """ValueError for a key that is no text."""
+        for key in keys:
             if not isinstance(key, str):
                 raise ValueError(f"has the key {yaml_word(key)}, which is no text; allowed: {listed(cls.model_fields)}")
-        return data
 
     @field_validator("*", mode="before")
     @classmethod
@@ -168,7 +173,7 @@ class ReportSettings(_Section):
 
 
 class Policy(_Section):
-    """A checked policy. `Policy(...)` raises pydantic's error, `load_policy` and `parse_policy` ours.
+    """A checked policy; PolicyError, in one line, for what is wrong with one.
 
     Example:
         >>> import witcert_core as wc
@@ -185,6 +190,12 @@ class Policy(_Section):
     report: ReportSettings = Field(default_factory=ReportSettings)
     _quantizer: Quantizer = PrivateAttr()
     _gate: Gate = PrivateAttr()
+
+    def __init__(self, **sections: Any) -> None:
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            raise PolicyError(describe_validation_error(error, Policy)) from error
 
     @model_validator(mode="after")
     def _check_together(self) -> Policy:
@@ -373,9 +384,10 @@ def parse_policy(data: object, origin: str = "policy") -> Policy:
             "`witcert policy init` writes one"
         )
     try:
-        return Policy.model_validate(data)
-    except ValidationError as error:
-        raise PolicyError(f"{origin}: {describe_validation_error(error, Policy)}") from error
+        Policy.check_keys(data)
+        return Policy(**data)
+    except ValueError as error:
+        raise PolicyError(f"{origin}: {error}") from error
 
 
 def load_policy(path: str | Path) -> Policy:
@@ -388,6 +400,8 @@ def load_policy(path: str | Path) -> Policy:
         >>> wc.load_policy(file).quantizer.name
         'int4_token_group'
     """
+    if not isinstance(path, (str, Path)):
+        raise PolicyError(f"{yaml_word(path)} is no path; a policy that is no file is made by Policy(version=1, ...)")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -15,6 +15,7 @@ from inspect import isclass
 from typing import Any, TypeVar, cast
 
 import pluggy
+from torch import Tensor
 
 from witcert_core.errors import PluginError, did_you_mean, listed
 from witcert_core.meter.cells import CellBatch
@@ -201,13 +202,24 @@ def _plain(caller: pluggy.HookCaller, argument: str) -> tuple[Callable[[Any], No
 
 
 def _named(function: Callable[..., object], takes: bool, where: str) -> Callable[[Any], None]:
-    """The function as a plain callable whose failure says whose it is."""
+    """The function as a plain callable whose failure says whose it is, and which may not write to cells: other rows of
+    theirs are still to be counted."""
 
     def call(given: Any) -> None:
+        before = _writes(given)
         try:
             function(given) if takes else function()
         except Exception as error:
             cause = " ".join(str(error).split())
             raise PluginError(f"{where} failed: {type(error).__name__}: {cause}; fix or uninstall it") from error
+        if (after := _writes(given)) != before:
+            written = listed(name for name in before if after[name] != before[name])
+            raise PluginError(f"{where} writes to {written} of the cells it is shown; work on a clone, or uninstall it")
 
     return call
+
+
+def _writes(given: Any) -> dict[str, int]:
+    """How often each tensor of an event's cells was written to, as far as PyTorch counts."""
+    fields = vars(given.cells) if isinstance(given, CellEvent) else {}
+    return {name: x._version for name, x in fields.items() if isinstance(x, Tensor) and not x.is_inference()}

@@ -44,6 +44,11 @@ def check_quantizer(quantizer: Quantizer, head_dim: int = 128, num_heads: int = 
         ...
         witcert_core.errors.QuantizerError: quantizer 'nosy', head_dim 128, kind 'k': ...
     """
+    if not isinstance(quantizer, Quantizer):
+        raise QuantizerError(
+            f"{quantizer!r} is no quantizer; expected an instance of a class of Quantizer, such as the "
+            "resolved_quantizer of a policy"
+        )
     try:
         case = _Case(quantizer, head_dim, num_heads)
     except Exception as error:
@@ -290,7 +295,11 @@ def _check_alike(case: _Case, kind: Kind) -> None:
 
 def _check_bytes(case: _Case) -> None:
     quantizer, head_dim = case.quantizer, case.head_dim
-    size = quantizer.bytes_per_token_head(head_dim)
+    said = f"quantizer {quantizer.name!r}: bytes_per_token_head({head_dim})"
+    try:
+        size = quantizer.bytes_per_token_head(head_dim)
+    except Exception as error:
+        raise QuantizerError(f"{said} raised {type(error).__name__}: {' '.join(str(error).split())}") from error
     if isinstance(quantizer, CodedQuantizer):
         counted = 0.0
         for kind in KINDS:
@@ -298,12 +307,10 @@ def _check_bytes(case: _Case) -> None:
             parts = quantizer.encode(case.x, kind=kind, layer=_LAYER, positions=case.positions, ctx=ctx)
             counted += sum(part.nbytes for part in parts.values()) / (case.num_tokens * len(case.head_ids))
         if size is None or abs(counted - size) > 1e-6:
-            declared = f"quantizer {quantizer.name!r}: bytes_per_token_head({head_dim}) is {size!r}"
-            raise QuantizerError(f"{declared}; its codes take {counted:g}")
-    if size is not None and not 0 < size <= 8 * head_dim:
+            raise QuantizerError(f"{said} is {size!r}; its codes take {counted:g}")
+    if size is not None and not (isinstance(size, (int, float)) and 0 < size <= 8 * head_dim):
         raise QuantizerError(
-            f"quantizer {quantizer.name!r}: bytes_per_token_head({head_dim}) is {size!r}; expected None or "
-            f"more than 0 and at most {8 * head_dim} (K and V in 32 bit)"
+            f"{said} is {size!r}; expected None or more than 0 and at most {8 * head_dim} (K and V in 32 bit)"
         )
 
 

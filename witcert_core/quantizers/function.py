@@ -37,6 +37,13 @@ def quantizer(
         256.0
     """
 
+    if not isinstance(name, str):
+        raise QuantizerError(
+            f"quantizer name is {name!r}; expected text: @witcert_core.quantizer('name') above the function"
+        )
+    if bytes is not None and not callable(bytes) and not isinstance(bytes, (int, float)):
+        raise QuantizerError(f"quantizer {name!r}: bytes is {bytes!r}; expected a number or a function of head_dim")
+
     def register(function: Function) -> Function:
         (registry or REGISTRY).register(_class_of(name, function, bytes))
         return function

@@ -12,7 +12,8 @@ from witcert_core.errors import QuantizerError, did_you_mean, listed
 from witcert_core.quantizers.base import CalibratedQuantizer, DitheredQuantizer, Quantizer, Space, State, Tier
 from witcert_core.quantizers.parameters import checked, parameters, required
 
-_NAME = re.compile(r"[a-z][a-z0-9_.+-]*")
+NAME = re.compile(r"[a-z][a-z0-9_.+-]*")
+"""What quantizers and gates may be called."""
 _BUILTIN_PACKAGE = "witcert_core"
 
 
@@ -27,9 +28,9 @@ class QuantizerRegistry:
         """Add a class. Registering it again is a no-op; another class under its name is an error."""
         _check_class(cls)
         known = self._classes.get(cls.name)
-        if known is not None and _origin(known) != _origin(cls):
+        if known is not None and origin(known) != origin(cls):
             raise QuantizerError(
-                f"quantizer name {cls.name!r} is taken: {_origin(known)} has it, {_origin(cls)} wants it; "
+                f"quantizer name {cls.name!r} is taken: {origin(known)} has it, {origin(cls)} wants it; "
                 "rename one of them or uninstall its distribution"
             )
         self._classes[cls.name] = cls
@@ -81,14 +82,15 @@ class QuantizerRegistry:
         return self._distributions.get(package, f"module {module}")
 
 
-def _origin(cls: type[Quantizer]) -> str:
+def origin(cls: type) -> str:
+    """Module and name of a class; one that is defined again, in a notebook, is another class of the same origin."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _check_class(cls: object) -> None:
     if not isclass(cls) or not issubclass(cls, Quantizer):
         raise QuantizerError(f"cannot register {cls!r}: not a subclass of witcert_core.Quantizer")
-    where = _origin(cls)
+    where = origin(cls)
     if isabstract(cls):
         missing = listed(sorted(getattr(cls, "__abstractmethods__", ())))
         raise QuantizerError(f"cannot register {where}: it does not define {missing}")
@@ -96,8 +98,8 @@ def _check_class(cls: object) -> None:
     if not is_dataclass(cls) or "__dataclass_params__" not in vars(cls) or not getattr(params, "frozen", False):
         raise QuantizerError(f"cannot register {where}: decorate it with @dataclass(frozen=True)")
     name = getattr(cls, "name", None)
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise QuantizerError(f"cannot register {where}: name is {name!r}; expected {_NAME.pattern}")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise QuantizerError(f"cannot register {where}: name is {name!r}; expected {NAME.pattern}")
     for flag, allowed in (("space", get_args(Space)), ("state", get_args(State)), ("tier", get_args(Tier))):
         if getattr(cls, flag) not in allowed:
             raise QuantizerError(

@@ -70,6 +70,9 @@ class MeteredCache(bridge.CountingCache):
     def crop(self, *_args: Any) -> NoReturn:
         raise UnsupportedError(ASSISTED)
 
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise UnsupportedError(COPIED)
+
     def batch_repeat_interleave(self, _repeats: int) -> NoReturn:
         raise UnsupportedError(REARRANGED)
 
@@ -85,6 +88,10 @@ BEAMS = (
 ASSISTED = (
     "assisted generation takes tokens back out of the cache, and cells would be counted of tokens that nobody gets; "
     "metered are greedy decoding and sampling: leave out assistant_model and prompt_lookup_num_tokens"
+)
+COPIED = (
+    "the cache of a metered model is copied or stored, but it holds no keys, and two requests would go on from one "
+    "text; give each its whole prompt"
 )
 REARRANGED = (
     "the requests of a cache are repeated or chosen anew between passes, which the meter does not follow; give each "
@@ -149,6 +156,21 @@ def given_mask(given: Mapping[str, Any], batch: Batch, columns: int) -> Tensor:
     if not torch.equal(mask[:, :past], batch.mask):
         raise UnsupportedError("the attention mask hides other places than when they were cached; keep it as it was")
     return mask[:, past:]
+
+
+def check_gaps(batch: Batch, mask: Tensor, window: int) -> None:
+    """UnsupportedError for padding inside a text that a window reaches over: transformers counts it, the meter cannot.
+
+    mask bool [B, COLUMNS]: which of the new places hold tokens. window: the shortest of a layer, in tokens.
+    """
+    for number, of_text in enumerate(torch.cat([batch.mask, mask], 1)):
+        places = of_text.nonzero()[:, 0]
+        span = int(places[-1] - places[0]) + 1 if places.numel() else 0
+        if bool(mask[number].any()) and places.numel() < span and span > window:
+            raise UnsupportedError(
+                f"there is padding between the tokens of a text, and a window of {window} tokens that would count it; "
+                "put the padding on the left (padding_side='left')"
+            )
 
 
 def check_positions(given: Mapping[str, Any], real: Tensor, batch: Batch, pre_rope: bool) -> None:

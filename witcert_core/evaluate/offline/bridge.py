@@ -8,6 +8,7 @@ transformers sees only counts tokens.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -32,19 +33,23 @@ class Engine(Protocol):
         ...
 
 
-class _Running:
+class _Running(threading.local):
     engine: Engine | None = None
+
+
+_RUNNING = _Running()
+"""Of each thread by itself."""
 
 
 def attend_with(engine: Engine | None) -> None:
     """Attention calls belong to `engine` from now on; to None, to nobody."""
-    _Running.engine = engine
+    _RUNNING.engine = engine
 
 
 @contextmanager
 def running(engine: Engine) -> Iterator[None]:
     """Attention calls of the block belong to `engine`."""
-    before = _Running.engine
+    before = _RUNNING.engine
     attend_with(engine)
     try:
         yield
@@ -65,9 +70,12 @@ def attention(
     Raises:
         UnsupportedError: no pass is running, or the call asks for what the meter does not follow.
     """
-    engine, layer = _Running.engine, module.layer_idx
+    engine, layer = _RUNNING.engine, module.layer_idx
     if engine is None:
-        raise UnsupportedError("the metered attention was called outside a pass of the meter")
+        raise UnsupportedError(
+            "the metered attention was called outside a pass of the meter, by a layer alone or by a model that shares "
+            "the metered one's configuration; call the metered model, or give the other copy.deepcopy(model.config)"
+        )
     odd = sorted(name for name, given in options.items() if name not in _KNOWN and given is not None)
     if odd or attention_mask is not None:
         raise UnsupportedError(

@@ -25,6 +25,7 @@ from witcert_core.evaluate.offline import batches, bridge
 from witcert_core.evaluate.offline.batches import Batch, MeteredCache
 from witcert_core.evaluate.offline.model import check_config, wrap_model
 from witcert_core.evaluate.offline.passes import BatchPass, Passes
+from witcert_core.evaluate.offline.turn import Turn
 from witcert_core.policy.model import Policy
 from witcert_core.report.text import render_sentence, render_table
 
@@ -53,8 +54,10 @@ class MeteredModel:
             raise UnsupportedError(
                 "gate.on_exhausted is 'abort', but one request of a batch cannot be ended alone; set it to 'serve'"
             )
-        if max_tokens < 1:
-            raise InputError(f"max_tokens is {max_tokens}; expected at least 1, room for the tokens of a batch")
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise InputError(
+                f"max_tokens is {max_tokens!r}; expected room for the tokens of a batch, an integer from 1"
+            )
         self.policy = policy
         self.max_tokens = max_tokens
         self._model = model
@@ -66,6 +69,8 @@ class MeteredModel:
         self._used = torch.zeros(max_tokens, dtype=torch.bool)
         self._ends: frozenset[int] | None = None  # None outside `generate`
         self._pass: _Pass | None = None
+        self._window = max_tokens  # the shortest of its layers
+        self._turn = Turn()
         self._undo: list[Callable[[], Any]] = []
 
     def __enter__(self) -> MeteredModel:
@@ -73,6 +78,8 @@ class MeteredModel:
             raise UnsupportedError("a meter is running already; leave its block before you begin another")
         require("transformers")
         model, name = self._model, type(self._model).__name__
+        if not hasattr(model, "config") or not hasattr(model, "generate"):
+            raise InputError(f"the model is {name}; expected a causal language model of transformers, already loaded")
         shape = check_config(model.config, name)
         devices = {parameter.device.type for parameter in model.parameters()}
         if devices != {"cpu"}:
@@ -82,6 +89,7 @@ class MeteredModel:
         before = model.config._attn_implementation
         try:
             loaded = wrap_model(model, None, shape, name)
+            self._window = min((layer.window or self.max_tokens for layer in shape.layers), default=self.max_tokens)
             self._undo.append(functools.partial(model.set_attn_implementation, before))
             self._passes = Passes(ENGINE, loaded, self.policy, self.max_tokens)
             self._undo.append(model.register_forward_pre_hook(self._before, with_kwargs=True).remove)
@@ -134,6 +142,7 @@ class MeteredModel:
         def generate(*args: Any, **kwargs: Any) -> Any:
             option = functools.partial(self._option, args, kwargs)
             batches.check_generation(option)
+            self._turn.begin()
             self._ends, begun = batches.ending_tokens(option), len(self._ids)
             try:
                 output = plain(*args, **kwargs)
@@ -141,6 +150,7 @@ class MeteredModel:
                 return output
             finally:
                 self._ends = None
+                self._turn.end()
 
         model.generate = generate
         self._undo.append(
@@ -164,6 +174,7 @@ class MeteredModel:
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         """A forward pass begins: announce it, and exchange its cache for ours."""
+        self._turn.begin()
         self._abandon()
         given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
         argument, name = bridge.cache_argument(model), type(model).__name__
@@ -179,6 +190,7 @@ class MeteredModel:
         if self._ends is not None and ids is not None and columns == 1 and batch.past:
             batch.ended |= torch.isin(ids[:, 0], torch.tensor(sorted(self._ends), dtype=ids.dtype))
         real = mask & ~batch.ended[:, None]
+        batches.check_gaps(batch, mask, self._window)
         batches.check_positions(given, real, batch, passes.runtime.quantizer.space == "pre_rope")
         new_slots = self._take(real.sum(1).tolist())
         names = [self._ids[number] for number in batch.requests]
@@ -190,6 +202,10 @@ class MeteredModel:
 
     def _after(self, _model: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         """The pass is through, or (without an output) failed."""
+        if not self._turn.mine:
+            return  # it was refused
+        if self._ends is None:
+            self._turn.end()
         running = self._pass
         if running is None:
             return

@@ -65,6 +65,7 @@ class Passes:
         geometry = loaded.geometry(num_slots)
         self.pool = TensorPool(geometry)
         self.probe = probe
+        self._shape = loaded.shape
         tables = None
         if policy.resolved_quantizer.space == "pre_rope":
             tables = rotary_tables(loaded.model, geometry.head_dim, num_slots)
@@ -93,6 +94,7 @@ class Passes:
         batch = self._running
         if batch is None:
             raise UnsupportedError(f"layer {layer} attends outside a pass that was announced")
+        self._check(layer, spec, q, k, v)
         if not batch.requests:
             return q.new_zeros(*q.shape[:3], v.shape[-1])
         dtype = self.runtime.geometry.pool_dtype
@@ -133,3 +135,26 @@ class Passes:
         for place, output in behind.items():
             out[place] = output
         return out.view(*q.shape[:2], *out.shape[1:])
+
+    def _check(self, layer: int, spec: AttentionSpec, *tensors: Tensor) -> None:
+        """UnsupportedError for q, k or v, or a window, that is not what the configuration says of the layer.
+
+        Some models of transformers put a window into their mask and do not hand it to attention, which makes no mask
+        here: it would attend to more than the model does.
+        """
+        own, said = self._shape.layers[layer], f"layer {layer} of {self._shape.name}"
+        heads, most = (self._shape.num_qo_heads, own.num_kv_heads, own.num_kv_heads), self.runtime.geometry.num_slots
+        shapes = [(count, own.head_dim) for count in heads[:2]] + [(heads[2], own.v_head_dim)]
+        found = [tuple(x.shape[2:]) for x in tensors]
+        if found != shapes:
+            raise UnsupportedError(
+                f"{said} attends with q, k and v of {found} (heads, channels), but by its configuration they are "
+                f"{shapes}, so its cache is not known; please report the model"
+            )
+        declared, used = (most if x is None else min(x, most) for x in (own.window, spec.window_left + 1 or None))
+        if declared != used:
+            windows = [f"the last {x} tokens" if x < most else "all tokens" for x in (used, declared)]
+            raise UnsupportedError(
+                f"{said} hands on that it attends to {windows[0]}, but by its configuration that is {windows[1]}: it "
+                "keeps the window in its mask, which the meter does not follow; please report the model"
+            )
