@@ -51,6 +51,8 @@ def assert_alike(mine: Any, theirs: Any, rel: float, where: str = "") -> None:
             assert_alike(one, other, rel, f"{where}[{number}]")
     elif isinstance(theirs, float):
         assert mine == pytest.approx(theirs, rel=rel, abs=1e-6), where
+    elif ".forms." in where and rel > 0.01:  # where values differ by that much, another form may be the smallest
+        assert abs(mine - theirs) <= 2, where
     else:
         assert mine == theirs, where
 

@@ -138,7 +138,7 @@ def test_a_gate_that_is_defined_again_takes_the_place_of_the_old_one() -> None:
     registry = GateRegistry()
     for tau in (0.1, 0.2):
         own = {"tau": tau, "name": "again", "repairs": False, "decide": lambda self, state: None}
-        cls = dataclass(frozen=True)(type("Again", (), {"__annotations__": {"tau": float}, **own}))
+        cls: Any = dataclass(frozen=True)(type("Again", (), {"__annotations__": {"tau": float}, **own}))
         registry.register(cls)
         assert registry.build("again", {}) == cls()
 
