@@ -77,6 +77,20 @@ def test_a_metered_pool_pays_for_its_witnesses() -> None:
     assert sketched == plain + 32 * 8 * (17 + 64 + 16 + 64 + 16) + PASS_ID
 
 
+def test_latents_are_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """61 rows of 576 channels, on every rank: values are read out of them."""
+    shape = read_shape(CONFIGS / "deepseek_v3")
+    for tp in (1, 8):
+        assert bytes_per_token("fp16", shape, tp) == 61 * 2 * 576
+        assert bytes_per_token("fp8", shape, tp) == 61 * 576
+        metered = bytes_per_token("metered:int4_token_group", shape, tp)
+        assert metered == 61 * (2 * 576 + 18 + 1) + PASS_ID
+    with pytest.raises(UnsupportedError, match="not packed yet"):
+        bytes_per_token("int8_dither", shape)
+    assert main(["capacity", "--config", str(CONFIGS / "deepseek_v3"), "--memory", "40GB"]) == 0
+    assert "61 layers x 576 channels of a latent and RoPE" in capsys.readouterr().out
+
+
 def test_configurations(tmp_path: Path) -> None:
     shape = read_shape(CHECKPOINT)
     assert shape.layers == tuple(CacheLayer(index, 2, 64, 64) for index in range(4))
@@ -84,8 +98,6 @@ def test_configurations(tmp_path: Path) -> None:
     nested = tmp_path / "config.json"
     nested.write_text(json.dumps({"text_config": {**EIGHT_B, "partial_rotary_factor": 0.5}}))
     assert read_shape(tmp_path).rotary_dim == 64
-    with pytest.raises(UnsupportedError, match="latent"):
-        describe({**EIGHT_B, "kv_lora_rank": 512}, "x")
     with pytest.raises(InputError, match="has no num_hidden_layers"):
         describe({}, "x")
     with pytest.raises(InputError, match="cannot be read"):

@@ -28,6 +28,7 @@ def described(**changes: Any) -> ModelAttention:
 PUBLISHED = {
     "chatglm3": (28, 0, 28_672),
     "decilm_nemotron51b": (60, 0, 245_760),
+    "deepseek_v3": (61, 0, 70_272),
     "gemma2_9b": (42, 21, 344_064),
     "gemma3_27b": (62, 52, 507_904),
     "gemma4_31b": (60, 50, 901_120),
@@ -37,6 +38,7 @@ PUBLISHED = {
     "gpt_oss_120b_bf16": (36, 18, 73_728),
     "hd112": (28, 0, 100_352),
     "jamba": (4, 0, 16_384),
+    "kimi_k2": (61, 0, 70_272),
     "llama31_8b": (32, 0, 131_072),
     "llama4_scout": (48, 36, 196_608),
     "minicpm_decoupled": (24, 0, 24_576),
@@ -55,7 +57,7 @@ PUBLISHED = {
     "qwen3_next_80b_lt": (12, 0, 24_576),
     "smollm3_norope": (36, 0, 73_728),
 }
-REFUSED = {"deepseek_v3": "MLA", "kimi_k2": "MLA", "mamba2": "keeps a state a request"}
+REFUSED = {"mamba2": "keeps a state a request"}
 
 
 def test_every_configuration_is_expected() -> None:
@@ -65,8 +67,19 @@ def test_every_configuration_is_expected() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_cache_what_their_numbers_say(name: str) -> None:
     found = published(name)
-    size = sum(2 * layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in found.layers)
+    of_values = 0 if found.latent_dim else 1  # which are read out of keys there
+    size = sum(2 * layer.num_kv_heads * (layer.head_dim + of_values * layer.v_head_dim) for layer in found.layers)
     assert (len(found.layers), len(found.windows), size) == PUBLISHED[name]
+
+
+def test_latents_are_one_row_a_token_whatever_the_heads() -> None:
+    found = described(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
+    assert found.shapes == {(1, 576, 512): 4}
+    assert (found.latent_dim, found.rotary_dim) == (512, 64)
+    assert found.kinds == {"mla"}
+    assert found.rotary(576).parts["rope"] == slice(512, 576)
+    with pytest.raises(UnsupportedError, match="latents"):
+        found.refuse("mla")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -152,7 +165,6 @@ def test_heads_and_widths_of_each_layer(changes: dict[str, Any], shapes: dict[tu
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"kv_lora_rank": 512}, "MLA"),
         ({"kv_lora_rank": 512, "index_topk": 2048}, "an index selects"),
         ({"layer_types": ["indexed_attention"] * 4}, "an index selects"),
         ({"compress_ratios": [1, 4, 128, 4]}, "compressed states"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +79,16 @@ def refused_config(model: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, *
     return str(raised.value)
 
 
-def test_mla_stops_the_server(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"quantizer": {"name": "int8_dither", "storage": "packed"}}, "MLA.*with quantizer.storage: packed"),
+        ({"prefill_reads": "stored", **NONE}, "MLA.*prefill_reads: stored"),
+    ],
+)
+def test_what_latents_are_not_metered_with_stops_the_server(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], named: str
+) -> None:
     model = shutil.copytree(checkpoint, tmp_path / "model")
     changes = {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -91,7 +102,7 @@ def test_mla_stops_the_server(checkpoint: Path, tmp_path: Path, monkeypatch: pyt
     }
     written = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**written, **changes}))
-    assert "MLA" in refused_config(model, write_policy(tmp_path / "p.yaml", **NONE), monkeypatch)
+    assert re.search(named, refused_config(model, write_policy(tmp_path / "p.yaml", **sections), monkeypatch))
 
 
 def test_a_sliding_window_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
@@ -223,8 +234,10 @@ def about_to_be_served(text: dict[str, object] | None = None, device: str = "cpu
 def test_models_refused_by_name() -> None:
     refuse(ROWS, about_to_be_served())
     refuse(ROWS, about_to_be_served({"sliding_window": 128, "layer_types": ["full_attention"] * 2}))  # of no layer
+    refuse(ROWS, about_to_be_served({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, use_mla=True, head=576))
     for changes, named in (
         ({"use_mla": True}, "MLA"),
+        ({"use_mla": True, "text": {"kv_lora_rank": 520, "qk_rope_head_dim": 64}}, "multiple of 16 channels"),
         ({"runner_type": "pooling"}, "does not generate"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"is_diffusion": True}, "diffusion"),

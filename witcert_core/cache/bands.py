@@ -7,6 +7,7 @@ Bands made of whole rotary pairs also survive a rotation.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -115,9 +116,18 @@ def band_map(spec: RotarySpec, num_bands: int = 16) -> BandMap:
 
     Channels that RoPE does not touch form bands of their own after the rotary ones, as many as keeps
     their width near that of a rotary band. Fewer than ``num_bands`` pairs give one pair per band.
+
+    Of a latent cache a band is of neighbours in the latent or of neighbours in the rotated part: at least ``num_bands``
+    bands, of the largest power of two of channels that gives so many.
     """
     if num_bands < 1:
         raise InputError(f"num_bands is {num_bands}; it must be at least 1")
+    if spec.latent_dim:
+        width = 1 << max((spec.head_dim // num_bands).bit_length() - 1, 0)
+        ends = [(part.stop - part.start, -(-(part.stop - part.start) // width)) for part in spec.parts.values()]
+        starts = itertools.accumulate((bands for _, bands in ends), initial=0)
+        of_parts = [first + torch.arange(size) // width for first, (size, _) in zip(starts, ends, strict=False)]
+        return BandMap(torch.cat(of_parts), sum(bands for _, bands in ends))
     channel_band = torch.empty(spec.head_dim, dtype=torch.int64)
     rotary_bands = min(num_bands, spec.n_pairs)
     pairs = spec.pair_channels()

@@ -30,7 +30,8 @@ def choose_bands(
 ) -> int:
     """How many bands to keep of K's errors: those `wanted`, else 32 where what they add is a small share of the bytes.
 
-    Counted are the bytes that the quantizer declares for K and V and what the meter keeps beside them. A dithered
+    Counted are the bytes that the quantizer declares for K and V (of a latent cache, which keeps keys alone, half of
+    them) and what the meter keeps beside them. A dithered
     quantizer without sketches is bounded by its law, and one that declares nothing is taken for a coarse one: 16.
     """
     if wanted is not None:
@@ -39,7 +40,8 @@ def choose_bands(
     declared = quantizer.bytes_per_token_head(rotary.head_dim)
     if declared is None or (quantizer.tier == "probabilistic" and not sketch_bits):
         return few
-    sizes = [declared + _witness_bytes(rotary, v_head_dim, sketch_bits, bands) for bands in BANDS]
+    kept = declared / 2 if rotary.latent_dim else declared
+    sizes = [kept + _witness_bytes(rotary, v_head_dim, sketch_bits, bands) for bands in BANDS]
     return many if sizes[1] - sizes[0] <= AFFORDABLE * sizes[0] else few
 
 

@@ -207,9 +207,9 @@ class PendingTokens:
             calibrating,
         )
 
-    def without_state(self, anchors: Tensor, layer: int) -> list[int]:
-        """Those of the anchors [M] whose state is not made yet for `layer`."""
-        return [anchor for anchor in torch.unique(anchors).tolist() if (layer, "v") not in self._states[anchor]]
+    def without_state(self, anchors: Tensor, layer: int, last: Kind) -> list[int]:
+        """Those of the anchors [M] whose state is not made yet for `layer`; last: the kind it is made of last."""
+        return [anchor for anchor in torch.unique(anchors).tolist() if (layer, last) not in self._states[anchor]]
 
     def set_state(self, anchor: int, layer: int, kind: Kind, state: Tensor) -> None:
         """Keep the state [H, W] of a request for one layer and kind."""

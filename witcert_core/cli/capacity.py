@@ -14,7 +14,14 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from witcert_core.evaluate.capacity import DEFAULT_LAYOUTS, capacity, heads_of_a_rank, parse_memory, read_shape
+from witcert_core.evaluate.capacity import (
+    DEFAULT_LAYOUTS,
+    OF_LATENTS,
+    capacity,
+    heads_of_a_rank,
+    parse_memory,
+    read_shape,
+)
 from witcert_core.serving.models.attention import ModelAttention
 
 PIPE_WIDTH = 120
@@ -31,7 +38,8 @@ def show(
     """Bytes of a token, tokens that fit, and the ratio to a 16-bit cache."""
     shape = read_shape(config)
     size = parse_memory(memory)
-    rows = [capacity(name, shape, size, tp) for name in layout or DEFAULT_LAYOUTS]
+    layouts = layout or (OF_LATENTS if shape.latent_dim else DEFAULT_LAYOUTS)
+    rows = [capacity(name, shape, size, tp) for name in layouts]
     if as_json:
         found = {"memory": size, "tp": tp, "layouts": [asdict(row) for row in rows], "notes": list(notes(shape))}
         typer.echo(json.dumps(found, indent=1))
@@ -49,6 +57,8 @@ def show(
 
 def layers_of(shape: ModelAttention, tp: int) -> str:
     """The layers that cache something, by their shape."""
+    if shape.latent_dim:
+        return f"{len(shape.layers)} layers x {shape.layers[0].head_dim} channels of a latent and RoPE"
     return " + ".join(
         f"{layers} layers x {heads_of_a_rank(heads, tp)} KV heads x head_dim {k if k == v else f'{k} and {v}'}"
         for (heads, k, v), layers in shape.shapes.items()

@@ -13,16 +13,17 @@ from typing import Any
 
 from witcert_core.cache.capacity import PASS_ID_BYTES, side_bytes_per_head
 from witcert_core.cache.schedule import QuantizeSchedule
-from witcert_core.errors import InputError, did_you_mean, listed
+from witcert_core.errors import InputError, UnsupportedError, did_you_mean, listed
 from witcert_core.evaluate.settings import parse_quantizer
 from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.layout import KVLayout
-from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.models.attention import ModelAttention, describe
 from witcert_core.serving.models.fields import text_part
 
 DEFAULT_LAYOUTS = ("fp16", "fp8", "int8_dither", "int8_dither_w", "bypass:4")
+OF_LATENTS = ("fp16", "fp8", "metered:int8_token_group")
+"""The default layouts of a latent cache, which is not packed yet."""
 _PLAIN = {"fp16": "none", "fp8": "fp8_e4m3_cast"}
 LAYOUTS = (*_PLAIN, "int8_dither", "int8_dither_w")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -100,8 +101,14 @@ def bytes_per_token(layout: str, shape: ModelAttention, tensor_parallel: int = 1
     name, _, argument = layout.partition(":")
     if layout in _PLAIN:
         quantizer = quantizer_registry().get(_PLAIN[layout])
-        return _over_layers(shape, tensor_parallel, lambda k, v: _plain_bytes(quantizer, k, v))
+
+        def plain(k: int, v: int) -> int:
+            return _plain_bytes(quantizer, k, 0 if shape.latent_dim else v)  # values of latents are read out of keys
+
+        return _over_layers(shape, tensor_parallel, plain)
     if layout in ("int8_dither", "int8_dither_w") or (name == "bypass" and argument.isdecimal()):
+        if shape.latent_dim:
+            raise UnsupportedError(f"layout {layout}: codes of a latent cache (MLA) are not packed yet; see metered:")
 
         def packed(k: int, v: int) -> int:
             pairs = int(argument or 0)
@@ -115,7 +122,7 @@ def bytes_per_token(layout: str, shape: ModelAttention, tensor_parallel: int = 1
             raise InputError(f"layout is {layout!r}, but {spec.name} has packed storage only; write bypass:PAIRS")
 
         def side(k: int, v: int) -> int:
-            return side_bytes_per_head(quantizer, RotarySpec(k, rotary_dim=shape.rotary_dim), v, 2, bits)
+            return side_bytes_per_head(quantizer, shape.rotary(k), v, 2, bits)
 
         flag = 0 if QuantizeSchedule.of(quantizer).immediate else 1  # whether a token waits to be quantized
         return (

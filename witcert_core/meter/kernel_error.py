@@ -10,6 +10,7 @@ Shapes: C cells (query heads of a row, or of several), S tokens, Hkv KV heads, D
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import reduce
 
@@ -45,12 +46,15 @@ class KernelArithmetic:
         truncates: casts may round towards zero, not to nearest (vLLM's bfloat16 on a CPU without AVX512_BF16).
         merges: outputs over parts of the tokens may have been rounded to the output's dtype before they were merged
             (FlashInfer's chunk over a prefix, cascades over a shared one).
+        merged_tokens: so many tokens at a time are attended by themselves and merged one after the other by the
+            logarithm of their sums, in float32 (vLLM's latent attention on a CPU); 0 where that is not done.
     """
 
     weights: tuple[torch.dtype, ...]
     output: torch.dtype
     truncates: bool = False
     merges: bool = False
+    merged_tokens: int = 0
 
     @classmethod
     def of(cls, q: torch.dtype, *stored: torch.dtype) -> KernelArithmetic:
@@ -104,7 +108,25 @@ def kernel_radius(
         k: ``[S, Hkv, D]`` keys the kernel read.
     """
     fixed = SOFTMAX_FP32 + max(logits_soft_cap, 0.0) * SOFTCAP_FP32
-    return arithmetic_radius(q, k, sm_scale) + (fixed + arithmetic.cast_radius)
+    radius = arithmetic_radius(q, k, sm_scale)
+    if arithmetic.merged_tokens:
+        largest = radius.amax(dim=-1, keepdim=True) / _dot_unit(q.shape[-1]) if len(k) else radius
+        radius = radius + merge_radius(largest, len(k), arithmetic.merged_tokens)
+    return radius + (fixed + arithmetic.cast_radius)
+
+
+def merge_radius(largest: Tensor, num_tokens: int, merged_tokens: int) -> Tensor:
+    """Error of a logit ``[...]`` that merging parts by the logarithm of their sums makes, one after the other.
+
+    No such logarithm is beyond ``L = max |z| + ln S``. A merge rounds the part's and the new one, and their differences
+    of at most ``2 L`` before the exponential: ``(3 L + 8) 2^-23`` with the exponentials and the division. It shifts
+    whatever came before against the part, so the errors of all merges add up.
+
+    Args:
+        largest: ``[...]`` at least every ``|z|`` of a cell.
+    """
+    parts = -(-num_tokens // merged_tokens)
+    return parts * (3.0 * (largest + math.log(max(num_tokens, 1))) + 8.0) * (2.0**-23 * _UP)
 
 
 def weight_error(omega: Tensor, num_tokens: Tensor | int, arithmetic: KernelArithmetic) -> Tensor:
@@ -240,6 +262,11 @@ def attention_error(
     )
 
 
+def _dot_unit(channels: int) -> float:
+    """Error of a float32 dot product over so many channels, as a share of ``sum_i |q_i| |k_i|``."""
+    return (channels + 2) * 2.0**-23
+
+
 def arithmetic_radius(q: Tensor, k: Tensor, sm_scale: float) -> Tensor:
     """Error of the kernel's own fp32 dot product, ``(D + 2) 2^-23 |sm_scale| sum_i |q_i| |k_i|``.
 
@@ -252,7 +279,7 @@ def arithmetic_radius(q: Tensor, k: Tensor, sm_scale: float) -> Tensor:
     Returns:
         float64 ``[H, S]``.
     """
-    factor = (q.shape[-1] + 2) * 2.0**-23 * abs(sm_scale)
+    factor = _dot_unit(q.shape[-1]) * abs(sm_scale)
     if k.element_size() > 4:
         return contract_up(q.to(torch.float64).abs(), k.to(torch.float64).abs(), factor)
     # In float32, half the memory of the largest tensor there is; rounded up, also for matmuls of lower precision.

@@ -30,6 +30,9 @@ class QuantContext:
     """What a quantizer may know beyond the tensor; one per layer and forward pass, never changed.
 
     head_ids: the *global* ids of the H local KV heads, so that a head gives the same codes on any TP rank.
+    rotary: which channels RoPE turns. Of a latent cache (multi-head latent attention) its `parts` tell the channels
+    that are `latent` from those that are `rope`: there H is 1, D is both together, kind is "k"; values are the
+    latent as the key was quantized, and are not quantized again.
     storage_dtype: the dtype the cache keeps the result in (the caller casts to it afterwards).
     pass_ids [N] int64 and dither_key: only there for dithered quantizers.
     state [N, H, W] float32: only there for calibrated ones, what `calibrate` made of each token's own request.

@@ -26,8 +26,11 @@ _NUM_GROUPS_OF_TOKENS = 5
 _FIRST_HEAD = 4
 
 
-def check_quantizer(quantizer: Quantizer, head_dim: int = 128, num_heads: int = 3) -> None:
+def check_quantizer(quantizer: Quantizer, head_dim: int = 128, num_heads: int = 3, latent_dim: int = 0) -> None:
     """Raise QuantizerError unless the quantizer keeps its contract at this head_dim.
+
+    latent_dim: of a latent cache, whose keys are `latent_dim` channels of the latent and then the rotated ones; keys
+    alone are checked there, for nothing else is quantized.
 
     For K and V: shape, dtype and finiteness of the result; the input untouched; the same result again, for a
     token alone as in any batch, and for a head alone as on any tensor-parallel rank; a NaN or Inf confined to
@@ -50,12 +53,12 @@ def check_quantizer(quantizer: Quantizer, head_dim: int = 128, num_heads: int = 
             "resolved_quantizer of a policy"
         )
     try:
-        case = _Case(quantizer, head_dim, num_heads)
+        case = _Case(quantizer, head_dim, num_heads, latent_dim)
     except Exception as error:
         raise QuantizerError(
             f"quantizer {quantizer.name!r}, head_dim {head_dim}: calibration failed: {type(error).__name__}: {error}"
         ) from error
-    for kind in KINDS:
+    for kind in case.kinds:
         for check in (
             _check_state,
             _check_form,
@@ -79,10 +82,13 @@ def check_quantizer(quantizer: Quantizer, head_dim: int = 128, num_heads: int = 
 class _Case:
     """One quantizer with inputs of one shape. N tokens are whole token groups."""
 
-    def __init__(self, quantizer: Quantizer, head_dim: int, num_heads: int) -> None:
+    def __init__(self, quantizer: Quantizer, head_dim: int, num_heads: int, latent_dim: int = 0) -> None:
         self.quantizer = quantizer
         self.num_tokens = _NUM_GROUPS_OF_TOKENS * quantizer.token_group
         self.head_dim = head_dim
+        self.kinds: tuple[Kind, ...] = ("k",) if latent_dim else KINDS
+        rotary_dim = head_dim - latent_dim if latent_dim else None
+        self.rotary = RotarySpec(head_dim, rotary_dim=rotary_dim, latent_dim=latent_dim)
         self.head_ids = tuple(range(_FIRST_HEAD, _FIRST_HEAD + num_heads))
         generator = torch.Generator().manual_seed(head_dim)
         shape = (self.num_tokens, num_heads, head_dim)
@@ -128,7 +134,7 @@ class _Case:
         return QuantContext(
             head_ids=heads,
             head_dim=self.head_dim,
-            rotary=RotarySpec(self.head_dim),
+            rotary=self.rotary,
             storage_dtype=torch.bfloat16,
             pass_ids=pass_ids,
             dither_key=DitherKey(seed=11, nonce=5),

@@ -23,9 +23,11 @@ class RotarySpec:
         rotary_dim: leading channels that are rotated; ``None`` means all of them, 0 means none.
         interleaved: ``False`` pairs channel ``i`` with ``i + rotary_dim/2`` (GPT-NeoX, Llama, Qwen);
             ``True`` pairs ``2i`` with ``2i + 1`` (GPT-J).
+        latent_dim: leading channels that are the latent of all heads (multi-head latent attention), before the
+            rotated ones; values are these channels of the key. 0 of a key of one head.
 
     Raises:
-        InputError: ``rotary_dim`` odd, negative or larger than ``head_dim``.
+        InputError: ``rotary_dim`` odd, negative or larger than ``head_dim``; channels beside latent and rotated ones.
 
     Example:
         >>> import witcert_core as wc
@@ -36,6 +38,7 @@ class RotarySpec:
     head_dim: int
     rotary_dim: int | None = None
     interleaved: bool = False
+    latent_dim: int = 0
 
     def __post_init__(self) -> None:
         if self.head_dim < 1:
@@ -43,6 +46,18 @@ class RotarySpec:
         dim = self.dim
         if dim < 0 or dim > self.head_dim or dim % 2:
             raise InputError(f"rotary_dim is {dim}; it must be even and within 0..head_dim={self.head_dim}")
+        if self.latent_dim and self.latent_dim + dim != self.head_dim:
+            raise InputError(
+                f"latent_dim is {self.latent_dim} beside {dim} rotated channels; together they must be "
+                f"head_dim={self.head_dim}"
+            )
+
+    @property
+    def parts(self) -> dict[str, slice]:
+        """What a key is made of, by name: ``latent`` and ``rope``, or nothing for a key of one head."""
+        if not self.latent_dim:
+            return {}
+        return {"latent": slice(0, self.latent_dim), "rope": slice(self.latent_dim, self.head_dim)}
 
     @property
     def dim(self) -> int:
@@ -58,8 +73,8 @@ class RotarySpec:
         """Channels of each pair, int64 ``[n_pairs, 2]``."""
         i = torch.arange(self.n_pairs)
         if self.interleaved:
-            return torch.stack((2 * i, 2 * i + 1), dim=-1)
-        return torch.stack((i, i + self.n_pairs), dim=-1)
+            return self.latent_dim + torch.stack((2 * i, 2 * i + 1), dim=-1)
+        return self.latent_dim + torch.stack((i, i + self.n_pairs), dim=-1)
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,13 @@ if TYPE_CHECKING:
     from witcert_core.serving.http import SummaryStore as SummaryStore
     from witcert_core.serving.models.kinds import KINDS as KINDS
     from witcert_core.serving.models.served import KIND_ROWS as KIND_ROWS
+    from witcert_core.serving.models.served import LATENT_ROWS as LATENT_ROWS
     from witcert_core.serving.models.served import OUTLIER_ROWS as OUTLIER_ROWS
     from witcert_core.serving.models.served import SIZE_ROWS as SIZE_ROWS
     from witcert_core.serving.models.served import ServedModel as ServedModel
     from witcert_core.serving.models.served import check_served as check_served
     from witcert_core.serving.models.served import unreadable_errors as unreadable_errors
+    from witcert_core.serving.passes import DECOMPRESSED as DECOMPRESSED
     from witcert_core.serving.passes import RequestPass as RequestPass
     from witcert_core.serving.ranks import Ranks as Ranks
     from witcert_core.serving.refusals import CACHE_ROWS as CACHE_ROWS
@@ -113,13 +115,14 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "witcert_core.serving.models.kinds": ("KINDS",),
     "witcert_core.serving.models.served": (
         "KIND_ROWS",
+        "LATENT_ROWS",
         "OUTLIER_ROWS",
         "SIZE_ROWS",
         "ServedModel",
         "check_served",
         "unreadable_errors",
     ),
-    "witcert_core.serving.passes": ("RequestPass",),
+    "witcert_core.serving.passes": ("DECOMPRESSED", "RequestPass"),
     "witcert_core.serving.ranks": ("Ranks",),
     "witcert_core.serving.refusals": ("CACHE_ROWS", "Option", "Refusal", "Section", "UNSET", "refuse", "split_groups"),
     "witcert_core.serving.rotary": ("rotary_tables",),

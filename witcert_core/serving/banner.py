@@ -28,6 +28,7 @@ def banner_text(runtime: Runtime, *, answers: str, metrics: str, note: str = "")
         f"WitCert meters this server: {status['quantizer']} in a {status['pool_dtype']} pool, {geometry.backend}",
         f"  cells a metered row : {cells} ({len(metered)} of {len(runtime.layers)} layers "
         f"x {geometry.total_qo_heads} query heads{on_ranks(status['num_ranks'])})",
+        *latent(runtime),
         f"  tier                : {status['tier']} ({claim})",
         f"  rows                : {rows(runtime)}",
         f"  audited             : {audited(policy.meter.audit_every, status)}",
@@ -47,6 +48,17 @@ def banner_text(runtime: Runtime, *, answers: str, metrics: str, note: str = "")
 
 def on_ranks(count: int) -> str:
     return "" if count == 1 else f" on {count} ranks"
+
+
+def latent(runtime: Runtime) -> list[str]:
+    """A line, or none where keys and values are those of heads."""
+    geometry = runtime.geometry
+    if not geometry.latent:
+        return []
+    return [
+        f"  latent cache        : a token is {geometry.v_head_dim} channels of the latent and "
+        f"{geometry.head_dim - geometry.v_head_dim} of RoPE; output bounds are in latent space"
+    ]
 
 
 def rows(runtime: Runtime) -> str:

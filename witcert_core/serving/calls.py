@@ -11,14 +11,16 @@ from torch import Tensor
 
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.quantizers.base import Encoded
+from witcert_core.quantizers.dither import GROUP, num_groups
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """N new tokens of one layer.
 
-    q [N, H, D] as attention uses it; exact_k [N, Hkv, D] and exact_v [N, Hkv, Dv] in the pool's dtype; slots [N]
-    int64, where they go; positions [N]. spec: how the layer attends.
+    q [N, H, D] as attention uses it, or of the first tokens only, where no other row is metered; exact_k [N, Hkv, D],
+    exact_v [N, Hkv, Dv] in the pool's dtype; slots [N] int64, where they go; positions [N]. spec: how the layer
+    attends.
     run(k, v): the engine's own attention with these in place of the new tokens' keys and values, which it writes into
     its pool; run(None, None) with what the model handed over. Its result is the layer's output, whatever its shape.
     """
@@ -34,7 +36,7 @@ class AttentionCall:
 
     def part(self, places: Tensor) -> AttentionCall:
         """The call of the tokens at `places` int64 [M] alone, for writing and accounting; it must not be run."""
-        rows = {name: getattr(self, name)[places] for name in ("q", "exact_k", "exact_v", "slots", "positions")}
+        rows = {name: getattr(self, name)[places] for name in ("exact_k", "exact_v", "slots", "positions")}
         return replace(self, **rows)
 
 
@@ -51,6 +53,14 @@ class Quantized:
         if codes is not None:
             codes = Encoded(codes.codes[places], codes.scales[places], codes.values[places])
         return Quantized(self.values[places], codes)
+
+    def leading(self, channels: int) -> Quantized:
+        """Its first `channels` channels; of dithered codes whole groups."""
+        codes = self.codes
+        if codes is not None:
+            groups = num_groups(channels, GROUP)
+            codes = Encoded(codes.codes[..., :channels], codes.scales[..., :groups], codes.values[..., :channels])
+        return Quantized(self.values[..., :channels], codes)
 
 
 T = TypeVar("T", AttentionCall, Quantized)

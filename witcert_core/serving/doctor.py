@@ -19,7 +19,6 @@ from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.policy import entry_points
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.layout import KVLayout
-from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.report.text import format_bytes
 from witcert_core.serving.hub import unreachable_hub
 from witcert_core.serving.models.served import ServedModel, model_checks
@@ -153,13 +152,16 @@ def coverage(model: ServedModel) -> Iterator[Finding]:
 def memory(model: ServedModel) -> str:
     """Bytes of a token in all layers and heads, beside those of keys and values as they are."""
     policy, quantizer, width = model.policy, model.policy.resolved_quantizer, model.head_dim
-    heads = model.num_kv_heads * model.num_layers
-    exact = format_bytes(2 * width * model.dtype.itemsize * heads)
+    latent = model.attention.latent_dim  # a row a token, and values are a part of it
+    heads = (1 if latent else model.num_kv_heads) * model.num_layers
+    exact = format_bytes((width if latent else 2 * width) * model.dtype.itemsize * heads)
     if policy.quantizer.storage == "packed":
         layout = KVLayout(width, stored_witness=quantizer.stored_witness, bypass_pairs=quantizer.bypass_pairs)
         return f"{format_bytes(layout.bytes_per_token_head * heads)} a token, witnesses included, instead of {exact}"
-    rotary = RotarySpec(width, rotary_dim=model.attention.rotary_dim)
-    beside = side_bytes_per_head(quantizer, rotary, width, model.dtype.itemsize, policy.sketch_bits, policy.meter.bands)
+    rotary = model.attention.rotary(width)
+    beside = side_bytes_per_head(
+        quantizer, rotary, latent or width, model.dtype.itemsize, policy.sketch_bits, policy.meter.bands
+    )
     return f"{format_bytes(beside * heads)} of witnesses a token beside {exact} of keys and values"
 
 

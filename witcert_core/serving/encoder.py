@@ -42,6 +42,11 @@ class Encoder:
         dither_key: DitherKey,
         tables: Tables | None = None,
     ) -> None:
+        if quantizer.space == "pre_rope" and geometry.latent:
+            raise UnsupportedError(
+                f"quantizer {quantizer.name!r} takes keys before RoPE, which are not had back from a latent cache "
+                "(MLA); use a quantizer of post_rope keys"
+            )
         if quantizer.space == "pre_rope" and tables is None:
             raise UnsupportedError(
                 f"quantizer {quantizer.name!r} takes keys before RoPE, and the rotary embeddings of this engine and "
@@ -49,6 +54,8 @@ class Encoder:
             )
         check_kinds_alike(quantizer)
         self.quantizer = quantizer
+        self.kinds: tuple[Kind, ...] = ("k",) if geometry.latent else KINDS
+        """Of what is quantized by itself."""
         self.geometry = geometry
         self.pass_ids = pass_ids
         self.dither_key = dither_key
@@ -66,10 +73,11 @@ class Encoder:
     ) -> tuple[Quantized, Quantized]:
         """Tokens of `slots` [N]: exact_k [N, Hkv, D] and exact_v [N, Hkv, Dv] in the pool's dtype.
 
+        Of a latent cache keys alone are quantized; values are read out of them.
         states: of a calibrated quantizer, for keys and values, [N, Hkv, W] each.
         """
         k, v = self._contexts["k"], self._contexts["v"]
-        if self.quantizer.kinds_alike and exact_k.shape == exact_v.shape:
+        if not self.geometry.latent and self.quantizer.kinds_alike and exact_k.shape == exact_v.shape:
             keys, values = apply.fake_quantize_both(
                 self.quantizer,
                 exact_k.to(torch.float32),
@@ -84,7 +92,10 @@ class Encoder:
             k, v = replace(k, pass_ids=rows, dither_key=key), replace(v, pass_ids=rows, dither_key=key)
         if states[0] is not None or states[1] is not None:
             k, v = replace(k, state=states[0]), replace(v, state=states[1])
-        return self._coded("k", exact_k, layer, positions, k), self._coded("v", exact_v, layer, positions, v)
+        coded = self._coded("k", exact_k, layer, positions, k)
+        if self.geometry.latent:
+            return coded, coded.leading(self.geometry.v_head_dim)
+        return coded, self._coded("v", exact_v, layer, positions, v)
 
     def calibrate(self, kind: Kind, layer: int, exact: Tensor) -> Tensor:
         """The state [Hkv, W] of a request whose first tokens have keys or values `exact` [C, Hkv, D]."""

@@ -16,7 +16,8 @@ class Geometry:
 
     pool_dtype: what an unquantized pool would hold, the dtype in which a key counts as exact. window: tokens before
     its own that a row still finds in the cache, None where none leave it; null_slots: how many of the first slots hold
-    no token, and stand for those that have left.
+    no token, and stand for those that have left. Of a latent cache (`rotary.latent_dim`) there is one KV head, and a
+    value is the first `v_head_dim` channels of its key.
     """
 
     backend: str
@@ -33,3 +34,8 @@ class Geometry:
     device: str
     window: int | None = None
     null_slots: int = 0
+
+    @property
+    def latent(self) -> bool:
+        """Whether values are read out of keys (multi-head latent attention)."""
+        return self.rotary.latent_dim > 0

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from witcert_core.meter.truth import SketchedBounds, Truth
 
 MAX_TRACKED_REQUESTS = 65536
+DECOMPRESSED = "decompressed"
+"""Rows of a prompt that read a latent cache multiplied out to keys and values of heads: what that rounds is in no
+radius, so they are unknown."""
 LOOKS = 2
 """Generated tokens after a chunk at which a prefix is looked at. SGLang exchanges the slots of a prompt for equal ones
 when it has the chunk's result, and with its overlap scheduler the first generated token is under way by then."""
@@ -81,7 +84,8 @@ class RequestPass:
 
     prefilling: whether the new tokens are of its prompt. Where an engine does not say, a single token after others is
     taken for a generated one. attends_quantized: whether the new tokens read their quantized selves; by default
-    generated ones do, and chunks under `prefill_reads: stored`.
+    generated ones do, and chunks under `prefill_reads: stored`. not_followed: why no row of the new tokens can be
+    metered, though they read what is stored; such rows are unknown.
     """
 
     request_id: str
@@ -89,6 +93,7 @@ class RequestPass:
     new_tokens: int
     prefilling: bool | None = None
     attends_quantized: bool | None = None
+    not_followed: str = ""
 
 
 @dataclass
@@ -268,8 +273,10 @@ class RowPlanner:
                 if not wanted:
                     unmetered[index, "stride"] += 1
             elif prefix > 0 or self.stored_prefill:
-                wanted = self._chunk_rows(new)
-                if len(wanted) < new:
+                wanted = [] if request.not_followed else self._chunk_rows(new)
+                if request.not_followed:
+                    unmetered[index, request.not_followed] += new
+                elif len(wanted) < new:
                     unmetered[index, "stride" if len(wanted) < self.max_rows else "max_rows"] += new - len(wanted)
             else:
                 wanted = []

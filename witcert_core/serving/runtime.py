@@ -251,6 +251,7 @@ class Runtime:
             "num_layers": len(self.layers),
             "layers_without_cache": list(self.without_cache),
             "num_qo_heads": g.total_qo_heads,
+            "latent_dim": g.rotary.latent_dim,
             "num_ranks": self.ranks.size,
             "layers_metered": sorted(self.metered_layers),
             "layers_quantized": sorted(self.quantized_layers),

@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import Tensor
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MLAAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from witcert_core.errors import UnsupportedError
 from witcert_vllm import process
 from witcert_vllm.installation import current
+from witcert_vllm.latent import FORWARD_MHA, FORWARD_MQA, LATENT_WRITE, MeteredLatentBuilder, MeteredLatentImpl
 from witcert_vllm.packed import packed_backend
 
 STOCK: dict[str, str] = {}
@@ -84,15 +85,22 @@ def check_contract(name: str, base: Any) -> None:
         raise UnsupportedError(f"{described} is no AttentionBackend of vLLM's, so it cannot be metered")
     backend: Any = base  # vLLM has no types here
     impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
-    if not issubclass(impl, AttentionImpl):
-        raise UnsupportedError(f"{described} attends with {impl.__name__}, which is no AttentionImpl of vLLM's")
-    wanted = [(impl.forward, FORWARD), (builder.build, BUILD)]
+    latent = backend.is_mla()
+    family = MLAAttentionImpl if latent else AttentionImpl
+    if not issubclass(impl, family):
+        raise UnsupportedError(f"{described} attends with {impl.__name__}, which is no {family.__name__} of vLLM's")
+    wanted: dict[str, tuple[Any, tuple[str, ...]]] = {"build": (builder, BUILD)}
+    if latent:
+        wanted |= {"forward_mha": (impl, FORWARD_MHA), "forward_mqa": (impl, FORWARD_MQA)}
+    else:
+        wanted |= {"forward": (impl, FORWARD)}
     if not backend.forward_includes_kv_cache_update:
-        wanted.append((getattr(impl, "do_kv_cache_update", None), WRITE))
-    for function, expected in wanted:
+        wanted["do_kv_cache_update"] = impl, LATENT_WRITE if latent else WRITE
+    for method, (cls, expected) in wanted.items():
+        function = getattr(cls, method, None)
         has = () if function is None else tuple(inspect.signature(function).parameters)
         if has[: len(expected)] != expected:
-            what = "do_kv_cache_update" if function is None else function.__qualname__
+            what = method if function is None else function.__qualname__
             raise UnsupportedError(
                 f"{described}: {what} takes ({', '.join(has)}), and vLLM passes ({', '.join(expected)}, ...); it "
                 "cannot be metered like that"
@@ -111,9 +119,12 @@ def metered(base: type[Any], own_pages: bool = False) -> type[Any]:
     backend: Any = base  # vLLM has no types here
     impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
     of_impl = {"own_pages": own_pages, "separate_write": not base.forward_includes_kv_cache_update}
+    ours: tuple[type[Any], type[Any]] = (MeteredImpl, MeteredBuilder)
+    if backend.is_mla():
+        of_impl, ours = {}, (MeteredLatentImpl, MeteredLatentBuilder)
     classes = {
-        "metered_impl": type(f"Metered{impl.__name__}", (MeteredImpl, impl), of_impl),
-        "metered_builder": type(f"Metered{builder.__name__}", (MeteredBuilder, builder), {}),
+        "metered_impl": type(f"Metered{impl.__name__}", (ours[0], impl), of_impl),
+        "metered_builder": type(f"Metered{builder.__name__}", (ours[1], builder), {}),
     }
     return type(f"Metered{base.__name__}", (MeteredBackend, base), classes)
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from witcert_core.serving import Members, Signature
 from witcert_vllm.backend import BUILD, FORWARD, WRITE
+from witcert_vllm.latent import FORWARD_MHA, FORWARD_MQA, LATENT_WRITE
 from witcert_vllm.refusals.server import OPTIONS
 
 _V1 = "vllm.v1"
 _KV = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _CONNECTOR = f"{_KV}.KVConnectorBase_V1"
+_MLA = "vllm.model_executor.layers.attention.mla_attention"
 _FORWARD = (*FORWARD, "output_scale")
 
 CONTRACT: tuple[Signature | Members, ...] = (
@@ -29,6 +31,34 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Signature(f"{_V1}.attention.backends.cpu_attn.CPUAttentionBackendImpl.forward", _FORWARD),
     Signature(f"{_V1}.attention.backends.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update", WRITE),
     Signature(f"{_V1}.attention.backends.triton_attn.TritonAttentionImpl.forward", _FORWARD),
+    Signature(f"{_MLA}.MLACommonImpl.forward_mha", FORWARD_MHA),
+    Signature(f"{_MLA}.MLACommonMetadataBuilder.build", BUILD),
+    Members(f"{_MLA}.MLACommonMetadata", ("num_decodes", "num_decode_tokens")),
+    *(
+        Signature(f"{_V1}.attention.backends.mla.{impl}.forward_mqa", FORWARD_MQA)
+        for impl in ("cpu_mla.CPUMLAImpl", "triton_mla.TritonMLAImpl")
+    ),
+    Signature(f"{_V1}.attention.backends.mla.cpu_mla.CPUMLAImpl.do_kv_cache_update", LATENT_WRITE),
+    Signature(f"{_V1}.attention.backend.MLAAttentionImpl.do_kv_cache_update", LATENT_WRITE),
+    Signature(f"{_V1}.attention.backend.AttentionBackend.is_mla", ()),
+    Members(
+        f"{_MLA}.MLAAttention",
+        (
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "kv_lora_rank",
+            "attn_backend",
+            "impl",
+            "kv_cache",
+            "kv_cache_dtype",
+            "use_sparse",
+            "non_causal_multi_token_decode",
+            "q_pad_num_heads",
+            "sliding_window",
+        ),
+    ),
+    Members("vllm.config.compilation.PassConfig", ("fuse_rope_kvcache_cat_mla",)),
     *(
         Signature(f"{_V1}.attention.backend.AttentionImpl.{name}", parameters)
         for name, parameters in (

@@ -10,11 +10,24 @@ from vllm.model_executor.models.utils import extract_layer_index
 from witcert_core import RotarySpec
 from witcert_core.serving import Geometry, Ranks
 from witcert_vllm.backend import described
+from witcert_vllm.refusals.worker import is_latent
 
 
 def layer_ids(names: list[str]) -> dict[str, int]:
     """Global layer ids by vLLM's layer names, e.g. `model.layers.3.self_attn.attn`."""
     return {name: extract_layer_index(name) for name in names}
+
+
+def value_width(layer: Any) -> int:
+    """Channels of a value of a layer's cache."""
+    width: int = layer.kv_lora_rank if is_latent(layer) else layer.head_size_v
+    return width
+
+
+def rotary_spec(config: Any, head_dim: int, latent_dim: int = 0) -> RotarySpec:
+    """What RoPE turns of a key; config: vLLM's of the model's language part. latent_dim: 0 of keys of heads."""
+    turned = head_dim - latent_dim if latent_dim else rotary_dim(config, head_dim)
+    return RotarySpec(head_dim, rotary_dim=turned, latent_dim=latent_dim)
 
 
 def total_qo_heads(vllm_config: Any) -> int:
@@ -25,11 +38,15 @@ def total_qo_heads(vllm_config: Any) -> int:
 
 
 def read_geometry(vllm_config: Any, layers: dict[str, Any], num_slots: int, rank: int, num_ranks: int) -> Geometry:
-    """The geometry of `layers` (vLLM's `Attention` by name) on one of the tensor-parallel ranks."""
+    """The geometry of `layers` (vLLM's `Attention` or `MLAAttention` by name) on one of the tensor-parallel ranks.
+
+    Latents are the same on every rank: one KV head, of which each rank has a part of the query heads.
+    """
     first = next(iter(layers.values()))
     config = vllm_config.model_config
     # Fewer KV heads than ranks: vLLM gives neighbouring ranks the same one.
-    total = config.get_total_num_kv_heads()
+    latent = is_latent(first)
+    total = 1 if latent else config.get_total_num_kv_heads()
     local = first.num_kv_heads
     first_head = rank * local if total >= num_ranks else rank * total // num_ranks
     return Geometry(
@@ -40,10 +57,10 @@ def read_geometry(vllm_config: Any, layers: dict[str, Any], num_slots: int, rank
         num_kv_heads=local,
         kv_head_ids=tuple(range(first_head, first_head + local)),
         head_dim=first.head_size,
-        v_head_dim=first.head_size_v,
+        v_head_dim=value_width(first),
         num_slots=num_slots,
         pool_dtype=config.dtype,
-        rotary=RotarySpec(first.head_size, rotary_dim=rotary_dim(config.hf_text_config, first.head_size)),
+        rotary=rotary_spec(config.hf_text_config, first.head_size, first.kv_lora_rank if latent else 0),
         device=first.kv_cache.device.type,
     )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from witcert_core import Policy, RotarySpec
+from witcert_core import Policy
 from witcert_core.serving import QuantizeSchedule, capacity
-from witcert_vllm.geometry import rotary_dim
+from witcert_vllm.geometry import rotary_spec
 
 
 def side_bytes_per_token(policy: Policy, vllm_config: Any, specs: Mapping[str, Any]) -> int:
@@ -16,11 +16,12 @@ def side_bytes_per_token(policy: Policy, vllm_config: Any, specs: Mapping[str, A
     if policy.quantizer.storage == "packed":
         return capacity.PASS_ID_BYTES
     (spec, *_others) = specs.values()
-    rotary = RotarySpec(spec.head_size, rotary_dim=rotary_dim(model.hf_text_config, spec.head_size))
+    latent = model.hf_text_config.kv_lora_rank if model.use_mla else 0
+    rotary = rotary_spec(model.hf_text_config, spec.head_size, latent)
     per_head = capacity.side_bytes_per_head(
         quantizer,
         rotary,
-        spec.head_size_v,
+        latent or spec.head_size_v,
         model.dtype.itemsize,
         policy.sketch_bits,
         policy.meter.bands,

@@ -53,6 +53,29 @@ class PagePool:
         values[block, head, inside] = v.to(values)
 
 
+class LatentPool:
+    """The core's `Pool` over caches [BLOCKS, N, D] of latents: a value is the first channels of its key.
+
+    layers: by global layer id; N = block_size. No kernel reads such rows yet, so there are no `pages`.
+    """
+
+    def __init__(self, layers: Mapping[int, Tensor], latent_dim: int) -> None:
+        self.layers = {layer: cache.flatten(0, 1) for layer, cache in layers.items()}
+        self.latent_dim = latent_dim
+        self.block_size = next(iter(layers.values())).shape[1]
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.layers[layer][slots, None]
+        return rows, rows[..., : self.latent_dim]
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """v is a part of k."""
+        self.layers[layer][slots] = k[:, 0].to(self.layers[layer])
+
+    def restore(self, layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:
+        self.layers[layer][slots] = k.to(self.layers[layer])
+
+
 def cpu_views(kv_cache: Tensor, head_dim: int, isa: str) -> tuple[Tensor, Tensor]:
     """Views of CPU_ATTN's cache [BLOCKS, Hkv, N, 2 * D]: a head's block is its keys, transposed, then its values."""
     if isa not in READABLE_ISA:
@@ -71,7 +94,7 @@ def plain_views(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def check_layout(
-    pool: PagePool,
+    pool: PagePool | LatentPool,
     layer: int,
     kv_cache: Tensor,
     update: Callable[[Tensor, Tensor, Tensor], Any],
@@ -95,6 +118,8 @@ def check_layout(
         return (torch.arange(count, device=kv_cache.device) % period - period // 2).view(-1, *shape).to(dtype)
 
     k, v = pattern(k_shape, 15), pattern(v_shape, 13)
+    if isinstance(pool, LatentPool):
+        v = k[..., : pool.latent_dim]
     update(k, v, slots)
     read = pool.read(layer, slots)
     kv_cache[:2] = before

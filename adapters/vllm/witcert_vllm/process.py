@@ -46,13 +46,13 @@ def announce(request_ids: Sequence[str]) -> None:
     _announced = list(request_ids)
 
 
-def begin_pass(metadata: Any) -> None:
-    """The pass's shapes are known (`CommonAttentionMetadata`)."""
+def begin_pass(metadata: Any, absorbed: int | None = None) -> None:
+    """The pass's shapes are known (`CommonAttentionMetadata`); absorbed: see `VllmRuntime.begin_pass`."""
     global _announced
     if _announced is None:
         return
     ids, _announced = _announced, None
-    runtime().begin_pass(ids, metadata)
+    runtime().begin_pass(ids, metadata, absorbed)
 
 
 def end_pass() -> StepCells | None:

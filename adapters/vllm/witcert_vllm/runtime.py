@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from witcert_core import AttentionSpec
 from witcert_core.errors import UnsupportedError
-from witcert_core.serving import AttentionCall, KernelArithmetic, RequestPass, Runtime
+from witcert_core.serving import DECOMPRESSED, AttentionCall, KernelArithmetic, RequestPass, Runtime
 
 
 class VllmRuntime(Runtime):
@@ -22,8 +23,12 @@ class VllmRuntime(Runtime):
     out_slots: Tensor
     positions: Tensor
 
-    def begin_pass(self, request_ids: Sequence[str], metadata: Any) -> None:
-        """A pass over `request_ids`, described by vLLM's `CommonAttentionMetadata`."""
+    def begin_pass(self, request_ids: Sequence[str], metadata: Any, absorbed: int | None = None) -> None:
+        """A pass over `request_ids`, described by vLLM's `CommonAttentionMetadata`.
+
+        absorbed: of a latent cache, how many of the first requests attend to latents; the others' are multiplied out
+        to keys and values of heads. None of a cache of keys and values.
+        """
         if metadata.causal is not True or metadata.mm_req_doc_ranges is not None:
             raise UnsupportedError("a pass attends bidirectionally, which the meter does not follow")
         starts = metadata.query_start_loc_cpu[: len(request_ids) + 1].tolist()
@@ -43,8 +48,18 @@ class VllmRuntime(Runtime):
         if metadata.is_prefilling is not None:
             prefilling = metadata.is_prefilling[: len(new)].tolist()
         stored = self._reads_stored(prefilling, new)
+        followed = len(new) if absorbed is None else absorbed
+        if any(stored[followed:]):
+            raise UnsupportedError("generated tokens read latents that were multiplied out, which is not followed")
         requests = [
-            RequestPass(rid, slots[i, : lengths[i]], new[i], prefilling[i], stored[i])
+            RequestPass(
+                rid,
+                slots[i, : lengths[i]],
+                new[i],
+                prefilling[i],
+                stored[i],
+                not_followed="" if i < followed else DECOMPRESSED,
+            )
             for i, rid in enumerate(request_ids)
         ]
         self.begin(requests, self.out_slots)
@@ -68,6 +83,29 @@ class VllmRuntime(Runtime):
         if self.in_pass:
             slots = slots[~torch.isin(slots, self.out_slots)]
         self.overwritten(slots)
+
+    def attend_latent(
+        self, impl: Any, layer: int, query: Tensor, rows: Tensor, run: Callable[[Tensor | None, Tensor | None], Tensor]
+    ) -> Tensor:
+        """One layer over latents: query [M, H, D] of the M first tokens, those that attend to latents; rows [>= N, D],
+        what the model handed over for all."""
+        g = self.geometry
+        exact = rows[: self.out_slots.numel(), None].to(g.pool_dtype)
+        arithmetic = None
+        if query.device.type == "cpu":
+            arithmetic = replace(cpu_arithmetic(query.dtype, impl), merged_tokens=self.block_size)
+        return self.attend(
+            AttentionCall(
+                layer=layer,
+                q=query,
+                exact_k=exact,
+                exact_v=exact[..., : g.v_head_dim],
+                slots=self.out_slots,
+                positions=self.positions,
+                spec=AttentionSpec(sm_scale=float(impl.scale), arithmetic=arithmetic),
+                run=run,
+            )
+        )
 
     def attend_layer(
         self,

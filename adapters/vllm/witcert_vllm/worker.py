@@ -19,14 +19,14 @@ from witcert_core.errors import UnsupportedError, WitCertError
 from witcert_core.serving import Buffers, banner_text, in_one_line, refuse, rotary_tables
 from witcert_vllm import process
 from witcert_vllm.backend import described, is_stock, take_over
-from witcert_vllm.geometry import layer_ids, read_geometry, rotary_modules, tensor_ranks
+from witcert_vllm.geometry import layer_ids, read_geometry, rotary_modules, tensor_ranks, value_width
 from witcert_vllm.installation import current
 from witcert_vllm.memory import side_bytes_per_token
 from witcert_vllm.packed import layout_of, packed_layer
-from witcert_vllm.pool import PagePool, check_layout, cpu_views, engine_pool, plain_views
+from witcert_vllm.pool import LatentPool, PagePool, check_layout, cpu_views, engine_pool, plain_views
 from witcert_vllm.refusals.model import untried_device
 from witcert_vllm.refusals.server import BACKENDS
-from witcert_vllm.refusals.worker import RUNNER, attention_layers, check_specs
+from witcert_vllm.refusals.worker import RUNNER, attention_layers, check_specs, is_latent
 from witcert_vllm.runtime import VllmRuntime
 
 T = TypeVar("T")
@@ -126,19 +126,23 @@ def build_runtime(policy: Policy, vllm_config: Any, model: Any) -> VllmRuntime:
     """The meter over the cache that was just allocated; raises UnsupportedError for layers it does not follow."""
     layers = attention_layers(vllm_config)
     first = next(iter(layers.values()))
-    block_size = first.kv_cache.shape[2]
+    latent = is_latent(first)
+    block_size = first.kv_cache.shape[1 if latent else 2]
     ids = layer_ids(list(layers))
     ranks = tensor_ranks()
     geometry = read_geometry(vllm_config, layers, first.kv_cache.shape[0] * block_size, ranks.rank, ranks.size)
     quantizer, tables = policy.resolved_quantizer, None
-    pool: PagePool | Buffers
+    pool: PagePool | LatentPool | Buffers
     if policy.quantizer.storage == "packed":
         layout = layout_of(quantizer, geometry.head_dim)
         dtype = geometry.pool_dtype
         pool = {ids[name]: packed_layer(layer.kv_cache, layout, dtype) for name, layer in layers.items()}
     else:
         own = policy.meters_engine
-        pool = engine_pool(layers, ids, block_size) if own else page_pool(layers, ids, block_size)
+        if latent:
+            pool = LatentPool({ids[name]: layer.kv_cache for name, layer in layers.items()}, geometry.v_head_dim)
+        else:
+            pool = engine_pool(layers, ids, block_size) if own else page_pool(layers, ids, block_size)
         # A quantized cache gives the pattern back to within half a step of its coarsest code.
         check_layouts(pool, layers, ids, geometry.pool_dtype, tolerance=1 / 64 if own else 0.0)
     if quantizer.space == "pre_rope":
@@ -148,6 +152,9 @@ def build_runtime(policy: Policy, vllm_config: Any, model: Any) -> VllmRuntime:
         tables = rotary_tables(rotary_modules(model, wanted), geometry.head_dim, dtype, geometry.device)
     runtime = VllmRuntime("vllm", policy, geometry, pool, None, ranks, tables, keeps_ledger=False)
     runtime.layer_ids, runtime.block_size = ids, block_size
+    if latent:
+        for name, layer in layers.items():
+            layer.impl.layer_id = ids[name]
     return runtime
 
 
@@ -163,7 +170,7 @@ def page_pool(layers: dict[str, Any], ids: dict[str, int], block_size: int) -> P
 
 
 def check_layouts(
-    pool: PagePool, layers: dict[str, Any], ids: dict[str, int], dtype: torch.dtype, tolerance: float
+    pool: PagePool | LatentPool, layers: dict[str, Any], ids: dict[str, int], dtype: torch.dtype, tolerance: float
 ) -> None:
     """`check_layout` for every layer whose backend writes the cache apart from its forward pass."""
     for name, layer in layers.items():
@@ -177,7 +184,11 @@ def check_layouts(
             )
 
         def update(k: Any, v: Any, slots: Any, layer: Any = layer) -> None:
-            layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
+            if isinstance(pool, LatentPool):
+                rest = layer.kv_cache, slots, layer.kv_cache_dtype, layer._k_scale
+                layer.impl.do_kv_cache_update(v[:, 0], k[..., pool.latent_dim :], *rest)
+            else:
+                layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
 
-        shapes = (layer.num_kv_heads, layer.head_size), (layer.num_kv_heads, layer.head_size_v)
+        shapes = (layer.num_kv_heads, layer.head_size), (layer.num_kv_heads, value_width(layer))
         check_layout(pool, ids[name], layer.kv_cache, update, *shapes, dtype, tolerance, described(backend.get_name()))

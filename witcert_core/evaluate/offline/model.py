@@ -120,7 +120,7 @@ def wrap_model(model: Any, tokenizer: Any, shape: ModelAttention, name: str) -> 
 def check_config(config: Any, origin: str) -> ModelAttention:
     """The shape; UnsupportedError where layers have no ordinary cache of their own."""
     shape = describe(config, origin)
-    shape.refuse("none", "state", "shared", "chunked", "shapes", "diffusion", "bidirectional", "alibi")
+    shape.refuse("mla", "none", "state", "shared", "chunked", "shapes", "diffusion", "bidirectional", "alibi")
     if torch.get_float32_matmul_precision() != "highest":
         raise UnsupportedError("torch multiplies in reduced precision; set_float32_matmul_precision('highest')")
     return shape

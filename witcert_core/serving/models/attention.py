@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from witcert_core.errors import InputError, UnsupportedError
+from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.models.fields import Fields, text_part
 from witcert_core.serving.models.kinds import KINDS, NO_CACHE
 from witcert_core.serving.models.layers import LayerKind, layer_kinds
@@ -56,7 +57,8 @@ class ModelAttention:
     """A model's attention. name: what messages call it; kinds: the keys of `KINDS` that hold of it.
 
     num_hidden_layers: all layers; layers: those with a cache of their own. rotary_dim: channels the rotary embedding
-    turns, None for all.
+    turns, None for all. latent_dim: leading channels of a key that are the latent of all heads, and the value; 0 of
+    keys per head.
     """
 
     name: str
@@ -65,6 +67,11 @@ class ModelAttention:
     layers: tuple[CacheLayer, ...]
     kinds: frozenset[str] = frozenset()
     rotary_dim: int | None = None
+    latent_dim: int = 0
+
+    def rotary(self, head_dim: int) -> RotarySpec:
+        """What RoPE turns of a key of `head_dim` channels."""
+        return RotarySpec(head_dim, rotary_dim=self.rotary_dim, latent_dim=self.latent_dim)
 
     @property
     def windows(self) -> tuple[CacheLayer, ...]:
@@ -121,7 +128,7 @@ def describe(config: Any, origin: str, text: Any = None) -> ModelAttention:
     every = (fields.integer("cla_share_factor") or 1) if fields("use_cla") else 1  # neighbours that share a cache
     mixed = any(kind.kind == "sliding" for kind in per_layer)
     layers = tuple(
-        _cache_layer(fields, index, kind, mixed, heads)
+        _latent_layer(fields, index, kind) if "mla" in kinds else _cache_layer(fields, index, kind, mixed, heads)
         for index, kind in enumerate(per_layer[:own])
         if kind.kind != "none" and index % every == 0
     )
@@ -133,10 +140,13 @@ def describe(config: Any, origin: str, text: Any = None) -> ModelAttention:
         ("state", any(kind.state and kind.kind != "none" for kind in per_layer)),
         ("shared", own < count or every > 1),
         ("shapes", len(found.shapes) > 1),
-        ("widths", any(layer.head_dim != layer.v_head_dim for layer in layers)),
+        ("widths", "mla" not in kinds and any(layer.head_dim != layer.v_head_dim for layer in layers)),
     ):
         if has:
             kinds.add(name)
+    if "mla" in kinds:
+        latent = layers[0].v_head_dim
+        return replace(found, kinds=frozenset(kinds), rotary_dim=layers[0].head_dim - latent, latent_dim=latent)
     return replace(found, kinds=frozenset(kinds), rotary_dim=_rotary_dim(fields, layers[0].head_dim))
 
 
@@ -172,6 +182,12 @@ def _special(top: Fields, text: Fields) -> set[str]:
         )
         if has
     }
+
+
+def _latent_layer(fields: Fields, index: int, kind: LayerKind) -> CacheLayer:
+    """A row a token: the latent, which is also the value of every head, and the rotated channels they share."""
+    latent = fields.first("kv_lora_rank")
+    return CacheLayer(index, 1, latent + (fields.integer("qk_rope_head_dim") or 0), latent, kind.window)
 
 
 def _cache_layer(fields: Fields, index: int, kind: LayerKind, mixed: bool, heads: int) -> CacheLayer:

@@ -48,7 +48,7 @@ KINDS: dict[str, Refusal[OfKinds]] = {
         "mla",
         "multi-head latent attention (MLA)",
         "uses multi-head latent attention (MLA)",
-        "its cache holds latents, not keys and values per head, and for these there is no witness yet",
+        "its cache holds latents, not keys and values per head, which are not followed here",
     ),
     "compressed": _kind(
         "compressed",
@@ -134,5 +134,5 @@ KINDS: dict[str, Refusal[OfKinds]] = {
         _CAUSAL,
     ),
 }
-NO_CACHE = ("encoder-decoder", "sparse", "mla", "compressed", "cross-attention", "state-space")
-"""Kinds of which no cache of keys and values per head can be described, in the order in which they are named."""
+NO_CACHE = ("encoder-decoder", "sparse", "compressed", "cross-attention", "state-space")
+"""Kinds of which no cache of keys and values can be described, in the order in which they are named."""

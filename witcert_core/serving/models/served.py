@@ -18,6 +18,8 @@ from witcert_core.serving.models.kinds import KINDS, NO_CACHE
 from witcert_core.serving.refusals import Refusal, refuse
 
 HEAD_DIMS = range(16, 257, 16)
+LATENT_DIMS = range(16, 1025, 16)
+"""Of latent and rotated channels together: the rounding of norms is bounded for so many."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,46 @@ KIND_ROWS: tuple[Refusal[ServedModel], ...] = (
     *(KINDS[kind] for kind in ("none", "state", "shared", "chunked", "shapes")),
     *(KINDS[kind] for kind in ("diffusion", "bidirectional", "alibi")),
 )
+_LATENT = "multi-head latent attention (MLA)"
+
+
+def _latent(what: str, why: str, instead: str, found: Callable[[ServedModel], object]) -> Refusal[ServedModel]:
+    """Something of a policy or model that is refused over a latent cache; what: as the page and the message say it."""
+    return Refusal(
+        f"{what} with {_LATENT}",
+        why,
+        instead,
+        lambda model: bool(model.attention.latent_dim and found(model)) and f"{model.name} uses {_LATENT}, with {what}",
+    )
+
+
+LATENT_ROWS: tuple[Refusal[ServedModel], ...] = (
+    _latent(
+        "a quantizer of keys before RoPE",
+        "they are not had back from a latent cache",
+        "use a quantizer of keys after RoPE",
+        lambda model: model.policy.resolved_quantizer.space == "pre_rope",
+    ),
+    _latent(
+        "`quantizer.storage: packed`",
+        "there are no packed rows of a latent and its rotated channels yet",
+        "set `quantizer.storage` to 'simulated'",
+        lambda model: model.policy.quantizer.storage == "packed",
+    ),
+    _latent(
+        "`quantizer.name: engine`",
+        "what the engine's kernels read of their own quantized latents is not known yet",
+        "name a quantizer of the policy's",
+        lambda model: model.policy.meters_engine,
+    ),
+    _latent(
+        f"rows that are not a multiple of {LATENT_DIMS.step} channels up to {LATENT_DIMS[-1]}",
+        "the rounding of norms is bounded for so many",
+        "metered are latent and rotated channels of these sizes",
+        lambda model: model.attention.layers[0].head_dim not in LATENT_DIMS,
+    ),
+)
+"""Over a cache of latents, which everything else takes as keys of one head whose values are a part of them."""
 SIZE_ROWS: tuple[Refusal[ServedModel], ...] = (
     Refusal(
         "float32 models on a GPU",
@@ -95,7 +137,11 @@ SIZE_ROWS: tuple[Refusal[ServedModel], ...] = (
         f"head sizes that are not a multiple of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}",
         "there are no radii for them",
         f"metered are multiples of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}",
-        lambda model: model.head_dim not in HEAD_DIMS and f"{model.name} has head_dim {model.head_dim}",
+        lambda model: (
+            not model.attention.latent_dim
+            and model.head_dim not in HEAD_DIMS
+            and f"{model.name} has head_dim {model.head_dim}"
+        ),
     ),
 )
 
@@ -142,7 +188,10 @@ def model_checks(model: ServedModel, rows: Sequence[Refusal[Any]]) -> list[tuple
     return [
         ("model", lambda: refuse(rows, model)),
         ("outliers", lambda: refuse(OUTLIER_ROWS, model)),
-        ("head size", lambda: check_quantizer(policy.resolved_quantizer, model.head_dim)),
+        (
+            "head size",
+            lambda: check_quantizer(policy.resolved_quantizer, model.head_dim, latent_dim=model.attention.latent_dim),
+        ),
         ("quantizer.layers", lambda: policy.quantizer.layers_of(range(model.num_layers))),
         ("meter.layers", lambda: policy.meter.layers_of(range(model.num_layers))),
     ]

@@ -12,7 +12,6 @@ from torch import Tensor
 from witcert_core.cache.protocols import Pool
 from witcert_core.cache.schedule import PendingTokens, QuantizeSchedule, ReadyTokens
 from witcert_core.errors import UnsupportedError
-from witcert_core.quantizers.base import KINDS
 from witcert_core.serving.calls import AttentionCall, Quantized
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.forward import Pass
@@ -130,13 +129,14 @@ class Later:
         """Quantize what is due, in place: until now the pool holds it exactly."""
         if not due.slots.numel():
             return
-        for anchor in self.pending.without_state(due.anchors, layer):
-            for kind, exact in zip(KINDS, self.pool.read(layer, due.calibrating[anchor]), strict=True):
+        for anchor in self.pending.without_state(due.anchors, layer, self.encoder.kinds[-1]):
+            for kind, exact in zip(self.encoder.kinds, self.pool.read(layer, due.calibrating[anchor]), strict=False):
                 self.pending.set_state(anchor, layer, kind, self.encoder.calibrate(kind, layer, exact))
         exact_k, exact_v = self.pool.read(layer, due.slots)
         states: tuple[Tensor | None, Tensor | None] = (None, None)
         if due.anchors.numel():
-            states = self.pending.state(due.anchors, layer, "k"), self.pending.state(due.anchors, layer, "v")
+            of_k, *of_v = (self.pending.state(due.anchors, layer, kind) for kind in self.encoder.kinds)
+            states = of_k, of_v[0] if of_v else None
         k, v = self.encoder.encode(layer, due.slots, due.positions, exact_k, exact_v, states)
         self.pool.write(layer, due.slots, k.values.to(exact_k), v.values.to(exact_v))
         stored_k, stored_v = self.pool.read(layer, due.slots)

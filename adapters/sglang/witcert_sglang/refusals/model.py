@@ -91,6 +91,7 @@ ARCH_ROWS: tuple[Refusal[SglangModel], ...] = (
     KINDS["none"].where(_some_without_cache),
     KINDS["state"].where(_states_beside),
     *KIND_ROWS,
+    KINDS["mla"],
     KINDS["mla"].where(
         lambda model: (
             model.config.attention_arch.name != "MHA" and f"{model.name} uses multi-head latent attention (MLA)"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from witcert_core.serving import KIND_ROWS, KINDS, SIZE_ROWS, Refusal, ServedModel
+from witcert_core.serving import KIND_ROWS, KINDS, LATENT_ROWS, SIZE_ROWS, Refusal, ServedModel
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,23 @@ ROWS: tuple[Refusal[VllmModel], ...] = (
         instead="metered are layers that keep every token in the cache (`--disable-sliding-window`, where the window "
         "is as long as you need)",
     ),
+    *LATENT_ROWS,
+    Refusal(
+        "multi-head latent attention (MLA) under `prefill_reads: stored`",
+        "vLLM multiplies a prompt's own latents out before they are stored, and attends to what comes out",
+        "set `prefill_reads` to 'chunk_exact'",
+        lambda model: (
+            model.config.use_mla
+            and model.policy.prefill_reads == "stored"
+            and f"{model.name} uses multi-head latent attention (MLA), under prefill_reads: stored"
+        ),
+    ),
     # What vLLM knows of a model beside its configuration.
     KINDS["mla"].where(
-        lambda model: model.config.use_mla and f"{model.name} uses multi-head latent attention (MLA)",
+        lambda model: (
+            model.config.use_mla != ("mla" in model.kinds)
+            and f"{model.name} uses multi-head latent attention (MLA) by its configuration or in vLLM, not by both"
+        ),
     ),
     KINDS["encoder-decoder"].where(
         lambda model: model.config.is_encoder_decoder and f"{model.name} is an encoder-decoder model",

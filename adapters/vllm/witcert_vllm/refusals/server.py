@@ -11,7 +11,7 @@ from witcert_core import Policy
 from witcert_core.serving import UNSET, Option, Refusal, refuse, split_groups
 from witcert_vllm.pool import FLOAT8, PER_TOKEN_HEAD
 
-BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "CUSTOM")
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "CPU_MLA", "TRITON_MLA", "CUSTOM")
 READ_BACK = (*FLOAT8, *PER_TOKEN_HEAD)
 """Values of `--kv-cache-dtype` whose cache is metered under `quantizer.name: engine`."""
 WORKERS = {
@@ -179,6 +179,18 @@ CONFIG_ROWS: tuple[Refusal[Resolved], ...] = (
         lambda found: (
             found.config.scheduler_config.scheduler_cls is not None
             and f"this model is scheduled by {found.config.scheduler_config.scheduler_cls!r}"
+        ),
+    ),
+    Refusal(
+        "writes of latents fused with RoPE (`pass_config.fuse_rope_kvcache_cat_mla`)",
+        "what is written would not come by",
+        "leave `--compilation-config` without it",
+        lambda found: (
+            bool(
+                found.config.model_config.use_mla
+                and found.config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla
+            )
+            and "fuse_rope_kvcache_cat_mla"
         ),
     ),
     Refusal(

@@ -30,29 +30,31 @@ class Named:
 
 
 def _other_spec(spec: Named) -> str | bool:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-    return type(spec.thing) is not FullAttentionSpec and (
+    return type(spec.thing) not in (FullAttentionSpec, MLAAttentionSpec) and (
         f"layer {spec.name} keeps its cache as {type(spec.thing).__name__}"
     )
 
 
 def _other_layer(layer: Named) -> str | bool:
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-    return type(layer.thing) is not Attention and f"layer {layer.name} is a {type(layer.thing).__name__}"
+    return (
+        type(layer.thing) not in (Attention, MLAAttention) and f"layer {layer.name} is a {type(layer.thing).__name__}"
+    )
 
 
 SPEC: Refusal[Named] = Refusal(
-    "caches other than `FullAttentionSpec`",
+    "caches other than `FullAttentionSpec` and `MLAAttentionSpec`",
     "tokens leave it, or are not kept one by one",
-    "metered is FullAttentionSpec (every token of every layer stays in the cache)",
+    "metered are these two (every token of every layer stays in the cache)",
     _other_spec,
 )
 PLAIN_ATTENTION: Refusal[Named] = Refusal(
-    "layers other than vLLM's `Attention`",
+    "layers other than vLLM's `Attention` and `MLAAttention`",
     "what they attend to is not known",
-    "metered is plain Attention",
+    "metered are these two",
     _other_layer,
 )
 
@@ -64,7 +66,14 @@ def _uses(what: str, layer: Named) -> str:
 def _not_causal(layer: Named) -> str | bool:
     from vllm.v1.attention.backend import AttentionType
 
+    if is_latent(layer.thing):  # vLLM makes decoders of these alone
+        return False
     return layer.thing.attn_type != AttentionType.DECODER and _uses(f"{layer.thing.attn_type} attention", layer)
+
+
+def is_latent(layer: Any) -> bool:
+    """Whether an attention layer of vLLM's keeps latents (`MLAAttention`), not keys and values of heads."""
+    return hasattr(layer, "kv_lora_rank")
 
 
 _NOT_FOLLOWED = "the meter follows causal softmax over a layer's own keys"
@@ -85,7 +94,9 @@ LAYER_ROWS: tuple[Refusal[Named], ...] = (
         _NOT_FOLLOWED,
         _OTHER_MODEL,
         lambda layer: (
-            layer.thing.kv_sharing_target_layer_name is not None and _uses("the cache of another layer", layer)
+            not is_latent(layer.thing)
+            and layer.thing.kv_sharing_target_layer_name is not None
+            and _uses("the cache of another layer", layer)
         ),
     ),
     Refusal(
@@ -116,7 +127,27 @@ LAYER_ROWS: tuple[Refusal[Named], ...] = (
         "the meter keeps one width for both",
         _OTHER_MODEL,
         lambda layer: (
-            layer.thing.head_size != layer.thing.head_size_v and _uses("values wider or narrower than keys", layer)
+            not is_latent(layer.thing)
+            and layer.thing.head_size != layer.thing.head_size_v
+            and _uses("values wider or narrower than keys", layer)
+        ),
+    ),
+    Refusal(
+        "latents of which an indexer chooses, or which several tokens of a request attend to at once (draft blocks)",
+        "which of them a row reads is not followed",
+        _OTHER_MODEL,
+        lambda layer: (
+            is_latent(layer.thing)
+            and bool(layer.thing.use_sparse or layer.thing.non_causal_multi_token_decode)
+            and _uses("latents that an indexer chooses, or draft blocks", layer)
+        ),
+    ),
+    Refusal(
+        "latent attention with padded heads",
+        "the queries that come by are not those of the model's heads",
+        "choose another `--attention-backend`",
+        lambda layer: (
+            is_latent(layer.thing) and layer.thing.q_pad_num_heads is not None and _uses("padded query heads", layer)
         ),
     ),
 )

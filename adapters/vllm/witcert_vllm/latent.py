@@ -1,0 +1,135 @@
+"""Multi-head latent attention (MLA): what is added to vLLM's classes for it.
+
+vLLM writes the rows of all new tokens ([latent | RoPE], one a token), then lets prompts attend to keys and values of
+heads that it multiplies out of them (`forward_mha`), then lets the other tokens attend to the latents themselves, with
+queries multiplied into latent space (`forward_mqa`). The meter follows the latter only. Their tokens come first.
+
+Shapes: N new tokens of a pass, M of them in `forward_mqa`, H query heads, L channels of the latent, P of RoPE,
+D = L + P.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionMetadataBuilder, MLAAttentionImpl
+
+from witcert_core.errors import UnsupportedError
+from witcert_vllm import process
+
+LATENT_WRITE = ("self", "kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale")
+FORWARD_MHA = ("self", "q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output")
+FORWARD_MQA = ("self", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")
+
+
+class MeteredLatentBuilder(AttentionMetadataBuilder):
+    """What is added to a metadata builder: it begins the pass, once it is known whose latents are multiplied out."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+        process.begin_pass(common_attn_metadata, metadata.num_decodes)
+        return metadata
+
+
+@dataclass(frozen=True)
+class Written:
+    """A write of vLLM's: latents [>= N, L], rotated channels [>= N, 1, P], and the rest of its arguments."""
+
+    latents: Tensor
+    rotated: Tensor
+    kv_cache: Tensor
+    kv_cache_dtype: str
+    k_scale: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """[>= N, D]."""
+        return torch.cat((self.latents, self.rotated.flatten(1)), -1)
+
+
+class MeteredLatentImpl(MLAAttentionImpl):
+    """What is added to an implementation. layer_id: global id of its layer, given when the runtime is built.
+
+    Whatever a pass writes is written exactly at first: prompts whose prefix is computed in the same pass read it so.
+    """
+
+    witcert_metered = True
+    layer_id: int
+    num_heads: int
+    written: Written | None = None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:
+        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+        if process.in_pass():
+            self.written = Written(kv_c_normed, k_pe, kv_cache, kv_cache_dtype, k_scale)
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        k_scale: Tensor,
+        **outputs: Any,
+    ) -> None:
+        super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, **outputs)
+        if process.in_pass() and not attn_metadata.num_decode_tokens:  # else `forward_mqa` comes after this
+            runtime, written = process.runtime(), self._taken()
+            nobody = q.new_zeros(1, self.num_heads, runtime.geometry.head_dim)
+
+            def run(own: Tensor | None, _part_of_it: Tensor | None) -> Tensor:
+                self._rewrite(written, own)
+                return nobody[..., : runtime.geometry.v_head_dim].contiguous()
+
+            runtime.attend_latent(self, self.layer_id, nobody, written.rows, run)
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        attend = super().forward_mqa
+        if not process.in_pass():
+            own: tuple[Tensor, Tensor | None] = attend(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+            return own
+        written = self._taken()
+        lse: Tensor | None = None
+
+        def run(own: Tensor | None, _part_of_it: Tensor | None) -> Tensor:
+            nonlocal lse
+            self._rewrite(written, own)
+            out: Tensor
+            out, lse = attend(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+            return out
+
+        queries = torch.cat(q, -1) if isinstance(q, tuple) else q
+        return process.runtime().attend_latent(self, self.layer_id, queries, written.rows, run), lse
+
+    def _taken(self) -> Written:
+        """What was written of this layer in this pass."""
+        written, self.written = self.written, None
+        if written is None:
+            raise UnsupportedError(
+                f"layer {self.layer_id} attends to latents without having written its own: what is stored cannot be "
+                "metered; unset WITCERT_POLICY for this model"
+            )
+        return written
+
+    def _rewrite(self, written: Written, rows: Tensor | None) -> None:
+        """Put rows [N, 1, D] in the place of what was written; None leaves that."""
+        if rows is not None:
+            latents, rotated = rows.split([written.latents.shape[-1], written.rotated.shape[-1]], -1)
+            slots = process.runtime().out_slots
+            super().do_kv_cache_update(
+                latents[:, 0], rotated, written.kv_cache, slots, written.kv_cache_dtype, written.k_scale
+            )
