@@ -15,6 +15,7 @@ from witcert_core.meter.kernel_error import (
     attention_error,
     kernel_radius,
     mass_error,
+    merge_radius,
     output_error,
 )
 from witcert_core.meter.measure import bound_cells, measure_rows
@@ -176,3 +177,30 @@ def test_what_is_not_known_of_values_is_unknown_of_outputs() -> None:
     v[2, 0, 3] = math.nan
     found = attention_error(weights, v, omega, num_tokens=4, arithmetic=KernelArithmetic.of(torch.float32))
     assert found.item() == math.inf
+
+
+@pytest.mark.parametrize("size", [0.0, 3.0, 60.0])
+@pytest.mark.parametrize("num_tokens", [16, 300, 8192])
+def test_parts_merged_by_the_logarithm_of_their_sums_stay_within_their_radius(num_tokens: int, size: float) -> None:
+    """As in vLLM's latent attention on a CPU: 16 tokens at a time in float32; each part's mass against float64."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    logits = (torch.rand(num_tokens, generator=generator) * 2 - 1) * size
+    parts = logits.split(16)
+    mass, lse = torch.zeros(len(parts)), torch.tensor(-torch.finfo(torch.float32).max)
+    for number, part in enumerate(parts):
+        own = (part - part.max()).exp().sum().log() + part.max()
+        largest = torch.maximum(lse, own)
+        before, after = (lse - largest).exp(), (own - largest).exp()
+        mass = mass * (before / (before + after))
+        mass[number] = after / (before + after)
+        lse = (before + after).log() + largest
+    truth = torch.stack([part.double().exp().sum() for part in parts])
+    truth = truth / truth.sum()
+    allowed = merge_radius(torch.tensor(size, dtype=torch.float64), num_tokens, 16) + 2.0**-20
+    seen = truth > 1e-30  # smaller masses underflow in float32
+    off = (mass.double()[seen].log() - truth[seen].log()).abs().max()
+    assert float(off) <= 2.0 * float(allowed)
+    merged = KernelArithmetic((), torch.float32, merged_tokens=16)
+    q, k = torch.ones(1, 8), torch.ones(num_tokens, 1, 8)
+    plain, wide = (kernel_radius(q, k, size / 8, 0.0, x) for x in (KernelArithmetic((), torch.float32), merged))
+    assert bool((wide - plain >= float(allowed) - 2.0**-20).all())

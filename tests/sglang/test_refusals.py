@@ -427,6 +427,16 @@ def test_models_refused_by_name() -> None:
     refuse(KNOWN, served())
     refuse(KNOWN, served(backend="triton", text=capped["text"]))
     refuse(KNOWN, served(backend="triton", text={"sliding_window": 128}))  # in the ordinary pool
+    latents = {"attention_arch": AttentionArch.MLA, "text": {"kv_lora_rank": 512, "qk_rope_head_dim": 64}}
+    refuse(KNOWN, served(backend="triton", **latents, head_dim=256, v_head_dim=128))
+    for options, named in (
+        ({"backend": "fa3"}, "MLA.*with fa3"),
+        ({"policy": {"prefill_reads": "stored"}}, "prefill_reads: stored"),
+        ({"policy": {"quantizer": {"name": "int8_dither", "storage": "packed"}}}, "MLA.*storage: packed"),
+        ({"policy": {"quantizer": {"name": "kvquant"}}}, "MLA.*before RoPE"),
+    ):
+        with pytest.raises(UnsupportedError, match=named):
+            refuse(KNOWN, served(**{"backend": "triton", **options}, **latents))
     for changes, named in (
         (capped, "attn_logit_softcapping"),
         ({"head_dim": 192, "v_head_dim": 128}, "equal widths"),
@@ -437,7 +447,7 @@ def test_models_refused_by_name() -> None:
         ({"linear_attn_registry_result": (None, attending(1))}, r"without a KV cache \(1 of 2\)"),
         ({"linear_attn_registry_result": (None, attending(0, 1))}, "recurrent state"),
         ({"attention_arch": AttentionArch.SSM}, "has no attention"),
-        ({"text": {"kv_lora_rank": 512}}, "MLA"),
+        ({"text": {"kv_lora_rank": 512}}, "not by both"),
         ({"text": {"kv_lora_rank": 512, "index_topk": 2048}}, "an index selects"),
         ({"text": {"num_kv_shared_layers": 1}}, "share the cache"),
         ({"text": {"layer_types": ["linear_attention", "full_attention"]}}, r"without a KV cache \(1 of 2\)"),
@@ -460,18 +470,25 @@ def policy_of(**sections: object) -> Policy:
 
 
 SERVED = {  # of the published configurations
-    *("chatglm3", "gemma2_9b", "gemma3_27b", "glm46", "gpt2", "hd112", "llama31_8b", "minicpm_decoupled"),
-    *("mistral7b_v01", "mistral_small31_vlm", "mistral_small_24b", "phi2", "phi3mini", "phi4", "qwen25_7b"),
+    *("chatglm3", "deepseek_v3", "gemma2_9b", "gemma3_27b", "glm46", "gpt2", "hd112", "kimi_k2", "llama31_8b"),
+    *(
+        "minicpm_decoupled",
+        "mistral7b_v01",
+        "mistral_small31_vlm",
+        "mistral_small_24b",
+        "phi2",
+        "phi3mini",
+        "phi4",
+        "qwen25_7b",
+    ),
     *("qwen25_vl_7b_flat", "qwen3_30b_a3b", "smollm3_norope"),
 }
 REFUSED = {
     "decilm_nemotron51b": "cannot be read",
-    "deepseek_v3": "MLA",
     "gemma4_31b": r"several shapes \(50 x 16 KV heads of 256, 10 x 4 KV heads of 512\)",
     "gpt_oss_120b": "--disable-hybrid-swa-memory",
     "gpt_oss_120b_bf16": "--disable-hybrid-swa-memory",
     "jamba": r"layers without a KV cache \(28 of 32\)",
-    "kimi_k2": "MLA",
     "llama4_scout": r"chunked local attention of 8192 tokens \(36 of 48\)",
     "mamba2": "keeps a state a request",
     "minimax_text": "cannot be read",
@@ -598,11 +615,12 @@ def attention_layer(layer_id: int, **changes: object) -> torch.nn.Module:
 
 
 def test_layers_refused_by_name() -> None:
-    check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 2)
+    one, two = SimpleNamespace(layer_num=1), SimpleNamespace(layer_num=2)
+    check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), two)
     with pytest.raises(UnsupportedError, match="pool of 1 layers"):
-        check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), 1)
+        check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), one)
     with pytest.raises(UnsupportedError, match="belongs to one"):
-        check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(0)]), 2)
+        check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(0)]), two)
     for changes, named in (
         ({"is_cross_attention": True}, "cross-attention"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
@@ -611,7 +629,17 @@ def test_layers_refused_by_name() -> None:
         ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
     ):
         with pytest.raises(UnsupportedError, match=named):
-            check_layers(torch.nn.ModuleList([attention_layer(0, **changes)]), 1)
+            check_layers(torch.nn.ModuleList([attention_layer(0, **changes)]), one)
+
+
+def test_of_two_layers_over_latents_the_absorbed_one_is_metered() -> None:
+    def over_latents(layer_id: int) -> list[torch.nn.Module]:
+        absorbed = RadixAttention(2, 80, 0.1, num_kv_heads=1, layer_id=layer_id, v_head_dim=64)
+        return [absorbed, RadixAttention(2, 24, 0.1, num_kv_heads=2, layer_id=layer_id)]
+
+    pool = SimpleNamespace(layer_num=2, kv_lora_rank=64, kv_cache_dim=80)
+    found = check_layers(torch.nn.ModuleList([*over_latents(0), *over_latents(1)]), pool)
+    assert [(layer.layer_id, layer.v_head_dim) for layer in found] == [(0, 64), (1, 64)]
 
 
 def test_float32_on_a_gpu_is_refused() -> None:

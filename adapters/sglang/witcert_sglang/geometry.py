@@ -9,6 +9,7 @@ import torch
 
 from witcert_core import RotarySpec
 from witcert_core.serving import Geometry, Ranks
+from witcert_sglang.refusals.worker import is_latent
 
 
 def read_geometry(runner: Any, backend: Any, rank: int = 0, num_ranks: int = 1, own: bool = False) -> Geometry:
@@ -18,15 +19,30 @@ def read_geometry(runner: Any, backend: Any, rank: int = 0, num_ranks: int = 1, 
     """
     pool = runner.token_to_kv_pool
     config = runner.model_config
+    sizes = {
+        "backend": type(backend).__name__,
+        "total_qo_heads": config.num_attention_heads,
+        "layers": tuple(range(pool.start_layer, pool.start_layer + pool.layer_num)),
+        "num_qo_heads": config.num_attention_heads // num_ranks,
+        "device": str(pool.device),
+    }
+    if is_latent(pool):  # the same on every rank, each of which has a part of the query heads
+        return Geometry(
+            **sizes,
+            num_kv_heads=1,
+            kv_head_ids=(0,),
+            head_dim=pool.kv_cache_dim,
+            v_head_dim=pool.kv_lora_rank,
+            num_slots=pool.kv_buffer[0].shape[0],
+            pool_dtype=pool.dtype,
+            rotary=RotarySpec(pool.kv_cache_dim, rotary_dim=pool.qk_rope_head_dim, latent_dim=pool.kv_lora_rank),
+        )
     num_kv_heads = pool.head_num
     # Fewer KV heads than ranks: SGLang gives neighbouring ranks the same one.
     total = config.get_total_num_kv_heads()
     first_kv_head = rank * num_kv_heads if total >= num_ranks else rank * total // num_ranks
     return Geometry(
-        backend=type(backend).__name__,
-        total_qo_heads=config.num_attention_heads,
-        layers=tuple(range(pool.start_layer, pool.start_layer + pool.layer_num)),
-        num_qo_heads=config.num_attention_heads // num_ranks,
+        **sizes,
         num_kv_heads=num_kv_heads,
         kv_head_ids=tuple(range(first_kv_head, first_kv_head + num_kv_heads)),
         head_dim=pool.head_dim,
@@ -35,7 +51,6 @@ def read_geometry(runner: Any, backend: Any, rank: int = 0, num_ranks: int = 1, 
         # In a pool of codes, ours or the engine's own, exact is what the model handed over.
         pool_dtype=runner.dtype if own or pool.dtype == torch.int8 else pool.dtype,
         rotary=RotarySpec(pool.head_dim, rotary_dim=rotary_dim(config.hf_text_config, pool.head_dim)),
-        device=str(pool.device),
     )
 
 

@@ -31,13 +31,19 @@ def packed_bytes_per_token(quantizer: Quantizer, kvc: Any, num_layers: int) -> i
 def side_bytes_per_token(policy: Policy, kvc: Any, num_layers: int) -> int:
     """Bytes of a token in the side tensors of all layers and local heads; its pass id; if it may wait, a flag."""
     config, quantizer = kvc.model_config, policy.resolved_quantizer
+    if kvc.use_mla_backend:
+        latent, turned, heads = config.kv_lora_rank, config.qk_rope_head_dim, 1
+        rotary, values = RotarySpec(latent + turned, rotary_dim=turned, latent_dim=latent), latent
+    else:
+        turned, heads = rotary_dim(config.hf_text_config, config.head_dim), local_kv_heads(kvc)
+        rotary, values = RotarySpec(config.head_dim, rotary_dim=turned), config.v_head_dim
     per_head = capacity.side_bytes_per_head(
         quantizer,
-        RotarySpec(config.head_dim, rotary_dim=rotary_dim(config.hf_text_config, config.head_dim)),
-        config.v_head_dim,
+        rotary,
+        values,
         kvc.kv_cache_dtype.itemsize,
         policy.sketch_bits,
         policy.meter.bands,
     )
     flag = 0 if QuantizeSchedule.of(quantizer).immediate else 1  # whether a token waits to be quantized
-    return capacity.side_bytes_per_token(per_head, local_kv_heads(kvc), num_layers) + flag
+    return capacity.side_bytes_per_token(per_head, heads, num_layers) + flag

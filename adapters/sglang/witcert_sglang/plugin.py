@@ -13,7 +13,7 @@ from witcert_sglang.startup import MainProcess, is_main_process
 from witcert_sglang.worker import SchedulerProcess, no_beams
 
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-_POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+_POOLS = tuple(f"sglang.srt.mem_cache.memory_pool.{name}" for name in ("MHATokenToKVPool", "MLATokenToKVPool"))
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _ABORTED = f"{_SCHEDULER}.send_abort_output"
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
@@ -48,8 +48,14 @@ def hooks(policy: Policy, scheduler: SchedulerProcess) -> list[Hook]:
             ("self", "logits_output", "forward_batch"),
         ),
         Hook(_FUSED_WRITE, "around", no_fused_write, "every", ("forward_batch",)),
-        Hook(f"{_POOL}.move_kv_cache", "after", scheduler.after_move, "every", ("self", "tgt_loc", "src_loc")),
-        Hook(f"{_POOL}.load_cpu_copy", "after", scheduler.after_load, "every", ("self", "kv_cache_cpu", "indices")),
+        *(
+            Hook(f"{pool}.move_kv_cache", "after", scheduler.after_move, "every", ("self", "tgt_loc", "src_loc"))
+            for pool in _POOLS
+        ),
+        *(
+            Hook(f"{pool}.load_cpu_copy", "after", scheduler.after_load, "every", ("self", "kv_cache_cpu", "indices"))
+            for pool in _POOLS
+        ),
         Hook(f"{_SCHEDULER}.get_output_streamer_class", "after", scheduler.after_streamer_class, "every", ("self",)),
         Hook(f"{_SCHEDULER}.get_init_info", "after", scheduler.after_init_info, "every", ("self",)),
         Hook(_ABORTED, "after", scheduler.after_abort_output, "every", ("self", "abort_req", "req")),

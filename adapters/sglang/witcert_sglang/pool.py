@@ -19,7 +19,7 @@ class SlotPool:
     def __init__(self, pool: Any) -> None:
         self.pool = pool
 
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+    def pages(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Pages of one token: SGLang's tables name slots."""
         return self.pool.get_key_buffer(layer)[:, None], self.pool.get_value_buffer(layer)[:, None]
 
@@ -35,6 +35,13 @@ class SlotPool:
         keys, values = self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
         keys[slots, head] = k.to(keys)
         values[slots, head] = v.to(values)
+
+
+class LatentPool(SlotPool):
+    """Over an `MLATokenToKVPool`, whose values are views of its keys. No kernel of ours reads such rows yet."""
+
+    def pages(self, layer: int) -> None:
+        return None
 
 
 class EnginePool(SlotPool):

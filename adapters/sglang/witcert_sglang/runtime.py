@@ -26,7 +26,7 @@ from witcert_core.serving import (
 from witcert_sglang import windows
 from witcert_sglang.graphs import DecodeGraphs, requests_on_device, will_replay
 from witcert_sglang.packed import packed_layers
-from witcert_sglang.pool import EnginePool, SlotPool
+from witcert_sglang.pool import EnginePool, LatentPool, SlotPool
 from witcert_sglang.results import StepOutput, send_along
 
 
@@ -53,7 +53,7 @@ class SglangRuntime(Runtime):
         self.graphs: DecodeGraphs | None = None
         self.compared: list[str] = []  # passes of the attention backends that were compared with float64 at start
 
-        read: SlotPool | Buffers = SlotPool(pool)
+        read: SlotPool | Buffers = LatentPool(pool) if geometry.latent else SlotPool(pool)
         if policy.quantizer.storage == "packed":
             read = packed_layers(pool)
         elif policy.meters_engine:
@@ -154,6 +154,10 @@ class SglangRuntime(Runtime):
         capturing = self.graphs is not None and self.graphs.captured.capturing is not None
         if not self.in_pass and not capturing:  # warm-up passes of the engine carry no requests
             return attention(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        if self.geometry.latent and layer.qk_head_dim != self.geometry.head_dim:
+            out = attention(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+            self._written_aside(layer, forward_batch, q)
+            return out
         if k is None or v is None or not save_kv_cache:
             raise UnsupportedError(
                 f"layer {layer.layer_id} attends without writing its keys through the pool (a fused write or shared "
@@ -192,6 +196,32 @@ class SglangRuntime(Runtime):
         if capturing and self.graphs is not None and not self.in_pass:
             return self.graphs.captured.attend(call)
         return self.attend(call)
+
+    def _written_aside(self, layer: Any, forward_batch: Any, q: Tensor) -> None:
+        """A chunk attended to keys and values of heads that were multiplied out of its own latents. These are in the
+        pool already, exactly: they are accounted for, and nobody's rows are measured."""
+        g = self.geometry
+        plan = self.now and self.now.plan
+        if plan and any(len(seen) > new for seen, new in zip(plan.requests, plan.new_tokens, strict=True)):
+            raise UnsupportedError(
+                f"layer {layer.layer_id} reads a prefix whose latents were multiplied out, which the meter does not "
+                "follow; use --attention-backend triton"
+            )
+        slots = forward_batch.out_cache_loc
+        rows, values = self.groups[0].cache.storage.stored(layer.layer_id, slots)
+        nobody = q.new_zeros(1, g.num_qo_heads, g.head_dim)
+        self.attend(
+            AttentionCall(
+                layer=layer.layer_id,
+                q=nobody,
+                exact_k=rows,
+                exact_v=values,
+                slots=slots,
+                positions=forward_batch.positions,
+                spec=AttentionSpec(sm_scale=layer.scaling),
+                run=lambda _k, _v: nobody[..., : g.v_head_dim].contiguous(),
+            )
+        )
 
 
 def requests_of(batch: Any, req_to_token: Tensor, reads_stored: bool) -> list[RequestPass]:

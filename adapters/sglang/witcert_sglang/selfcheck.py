@@ -86,7 +86,7 @@ def check_shapes(config: Any) -> list[str]:
 
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 
     text = config.hf_text_config
     heads, kv_heads, dim = config.num_attention_heads, config.get_total_num_kv_heads(), config.head_dim
@@ -95,10 +95,17 @@ def check_shapes(config: Any) -> list[str]:
     scale = (getattr(text, "query_pre_attn_scalar", None) or dim) ** -0.5
     size = window + PREFIX + 2
     requests = ReqToTokenPool(size=2, max_context_len=size, device="cpu", enable_memory_saver=False)
-    pool = MHATokenToKVPool(size, 1, config.dtype, kv_heads, dim, 1, "cpu", False)
+    pool: Any = MHATokenToKVPool(size, 1, config.dtype, kv_heads, dim, 1, "cpu", False)
+    values = dim
+    if config.attention_arch.name == "MLA":
+        values, turned = config.kv_lora_rank, config.qk_rope_head_dim
+        kv_heads, dim, scale = 1, values + turned, config.scaling
+        pool = MLATokenToKVPool(size, 1, config.dtype, values, turned, 1, "cpu", False)
     runner = SimpleNamespace(device="cpu", req_to_token_pool=requests, token_to_kv_pool=pool)
     layers = [
-        RadixAttention(heads, dim, scale, num_kv_heads=kv_heads, layer_id=0, sliding_window_size=left)
+        RadixAttention(
+            heads, dim, scale, num_kv_heads=kv_heads, layer_id=0, sliding_window_size=left, v_head_dim=values
+        )
         for left in sorted(windows_of)
     ]
     return check_attention(TorchNativeAttnBackend(runner), layers, requests, pool, config.dtype)

@@ -40,7 +40,7 @@ class SchedulerProcess:
             check_model(self.policy, runner.model_config, checked_options(self.policy, runner.server_args))
             pool, own = runner.token_to_kv_pool, self.policy.meters_engine
             refuse(POOL_ROWS, ServedPool(pool, self.policy, runner.dtype))
-            layers = check_layers(runner.model, pool.layer_num)
+            layers = check_layers(runner.model, pool)
             metrics = Metrics() if self.policy.report.prometheus and "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
             ranks = attention_ranks()
             geometry = read_geometry(runner, backend, ranks.rank, ranks.size, own)
@@ -63,7 +63,7 @@ class SchedulerProcess:
             )
         if self.policy.quantizer.storage != "packed":  # which our own kernels attend
             pool = runner.token_to_kv_pool
-            layers = check_layers(runner.model, pool.layer_num)
+            layers = check_layers(runner.model, pool)
             windows.check_backend(layers, backend)
             if not self.policy.meters_engine:
                 compared = check_attention(backend, layers, runner.req_to_token_pool, pool, runner.dtype)

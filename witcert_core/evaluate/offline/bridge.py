@@ -17,6 +17,7 @@ from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.evaluate.extras import require
+from witcert_core.evaluate.offline.latent import Absorbed
 from witcert_core.meter.attention import AttentionSpec
 
 ATTENTION = "witcert"
@@ -94,6 +95,9 @@ def attention(
         sinks=options.get("s_aux"),
     )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if Absorbed.is_of(module):
+        latent = Absorbed(module, q, k)
+        return latent.heads(engine.attend(layer, latent.q, latent.rows, latent.values, spec)), None
     return engine.attend(layer, q, k, v, spec), None
 
 

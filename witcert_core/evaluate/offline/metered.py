@@ -90,7 +90,7 @@ class MeteredModel:
         try:
             loaded = wrap_model(model, None, shape, name)
             self._window = min((layer.window or self.max_tokens for layer in shape.layers), default=self.max_tokens)
-            self._undo.append(functools.partial(model.set_attn_implementation, before))
+            self._undo += [functools.partial(model.set_attn_implementation, before), *loaded.undo]
             self._passes = Passes(ENGINE, loaded, self.policy, self.max_tokens)
             self._undo.append(model.register_forward_pre_hook(self._before, with_kwargs=True).remove)
             self._undo.append(model.register_forward_hook(self._after, with_kwargs=True, always_call=True).remove)

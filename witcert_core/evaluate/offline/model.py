@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ import torch
 
 from witcert_core.errors import InputError, UnsupportedError, did_you_mean, listed
 from witcert_core.evaluate.extras import require
-from witcert_core.evaluate.offline import bridge
-from witcert_core.quantizers.rotary import RotarySpec
+from witcert_core.evaluate.offline import bridge, latent
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.hub import unreachable_hub
 from witcert_core.serving.models.attention import ModelAttention, describe
@@ -22,13 +21,15 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model of transformers with its tokenizer; eos: ids that end an answer."""
+    """A causal language model of transformers with its tokenizer; eos: ids that end an answer. undo: what takes hooks
+    off the model again."""
 
     name: str
     model: Any
     tokenizer: Any
     shape: ModelAttention
     eos: frozenset[int]
+    undo: tuple[Callable[[], None], ...] = ()
 
     def geometry(self, num_slots: int) -> Geometry:
         """The cache of `num_slots` tokens."""
@@ -44,7 +45,7 @@ class LoadedModel:
             v_head_dim=layer.v_head_dim,
             num_slots=num_slots,
             pool_dtype=self.model.dtype,
-            rotary=RotarySpec(layer.head_dim, rotary_dim=self.shape.rotary_dim),
+            rotary=self.shape.rotary(layer.head_dim),
             device="cpu",
         )
 
@@ -114,13 +115,14 @@ def wrap_model(model: Any, tokenizer: Any, shape: ModelAttention, name: str) -> 
     model.set_attn_implementation(bridge.ATTENTION)
     eos = model.generation_config.eos_token_id
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    return LoadedModel(name, model, tokenizer, shape, frozenset(ids))
+    undo = latent.follow(model, len(shape.layers)) if shape.latent_dim else []
+    return LoadedModel(name, model, tokenizer, shape, frozenset(ids), tuple(undo))
 
 
 def check_config(config: Any, origin: str) -> ModelAttention:
     """The shape; UnsupportedError where layers have no ordinary cache of their own."""
     shape = describe(config, origin)
-    shape.refuse("mla", "none", "state", "shared", "chunked", "shapes", "diffusion", "bidirectional", "alibi")
+    shape.refuse("none", "state", "shared", "chunked", "shapes", "diffusion", "bidirectional", "alibi")
     if torch.get_float32_matmul_precision() != "highest":
         raise UnsupportedError("torch multiplies in reduced precision; set_float32_matmul_precision('highest')")
     return shape

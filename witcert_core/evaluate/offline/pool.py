@@ -12,12 +12,15 @@ from witcert_core.serving.geometry import Geometry
 
 
 class TensorPool:
-    """Keys [SLOTS, Hkv, D] and values [SLOTS, Hkv, Dv] of every layer."""
+    """Keys [SLOTS, Hkv, D] and values [SLOTS, Hkv, Dv] of every layer; of a latent cache values are views of keys."""
 
     def __init__(self, geometry: Geometry) -> None:
-        heads, dtype = geometry.num_kv_heads, geometry.pool_dtype
-        self._k = {i: torch.zeros(geometry.num_slots, heads, geometry.head_dim, dtype=dtype) for i in geometry.layers}
-        self._v = {i: torch.zeros(geometry.num_slots, heads, geometry.v_head_dim, dtype=dtype) for i in geometry.layers}
+        def zeros(width: int) -> Tensor:
+            return torch.zeros(geometry.num_slots, geometry.num_kv_heads, width, dtype=geometry.pool_dtype)
+
+        values = geometry.v_head_dim
+        self._k = {i: zeros(geometry.head_dim) for i in geometry.layers}
+        self._v = {i: k[..., :values] if geometry.latent else zeros(values) for i, k in self._k.items()}
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """k [S, Hkv, D] and v [S, Hkv, Dv], copies, of `slots` [S]."""

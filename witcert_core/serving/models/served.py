@@ -117,6 +117,12 @@ LATENT_ROWS: tuple[Refusal[ServedModel], ...] = (
         lambda model: model.policy.meters_engine,
     ),
     _latent(
+        "two attention layers in one (LongCat-Flash)",
+        "they are not told apart",
+        "metered are models with one",
+        lambda model: model.name.startswith("LongcatFlash"),
+    ),
+    _latent(
         f"rows that are not a multiple of {LATENT_DIMS.step} channels up to {LATENT_DIMS[-1]}",
         "the rounding of norms is bounded for so many",
         "metered are latent and rotated channels of these sizes",

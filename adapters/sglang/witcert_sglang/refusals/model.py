@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from witcert_core.serving import KIND_ROWS, KINDS, SIZE_ROWS, Refusal, ServedModel
+from witcert_core.serving import KIND_ROWS, KINDS, LATENT_ROWS, SIZE_ROWS, Refusal, ServedModel
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class SglangModel(ServedModel):
 
     @property
     def head_dim(self) -> int:
-        return int(self.config.head_dim)
+        latent = self.attention.latent_dim  # of which SGLang's own number says nothing
+        return self.attention.layers[0].head_dim if latent else int(self.config.head_dim)
 
     @property
     def num_layers(self) -> int:
@@ -60,7 +61,8 @@ def _narrow_pool(model: SglangModel) -> str | bool:
 
 def _unequal_widths(model: SglangModel) -> str | bool:
     keys, values = model.head_dim, getattr(model.config, "v_head_dim", model.head_dim)
-    return values != keys and f"{model.name} has keys of {keys} and values of {values} channels"
+    latent = model.attention.latent_dim
+    return not latent and values != keys and f"{model.name} has keys of {keys} and values of {values} channels"
 
 
 def _ignored_cap(model: SglangModel) -> str | bool:
@@ -91,14 +93,38 @@ ARCH_ROWS: tuple[Refusal[SglangModel], ...] = (
     KINDS["none"].where(_some_without_cache),
     KINDS["state"].where(_states_beside),
     *KIND_ROWS,
-    KINDS["mla"],
+    *LATENT_ROWS,
     KINDS["mla"].where(
         lambda model: (
-            model.config.attention_arch.name != "MHA" and f"{model.name} uses multi-head latent attention (MLA)"
+            (model.config.attention_arch.name == "MLA") != ("mla" in model.kinds)
+            and f"{model.name} uses multi-head latent attention (MLA) by its configuration or in SGLang, not by both"
         ),
     ),
 )
 """What a model's kind is refused for, whatever the options."""
+LATENT_BACKENDS = ("triton", "torch_native")
+LATENT_CHUNK_ROWS: tuple[Refusal[SglangModel], ...] = (
+    Refusal(
+        f"multi-head latent attention (MLA) with other attention backends than {' and '.join(LATENT_BACKENDS)}",
+        "they multiply the latents of a prefix out before a chunk attends to it, and what that rounds is in no radius",
+        "use `--attention-backend triton`",
+        lambda model: (
+            bool(model.attention.latent_dim)
+            and model.backend not in LATENT_BACKENDS
+            and f"{model.name} uses multi-head latent attention (MLA), with {model.backend}"
+        ),
+    ),
+    Refusal(
+        "multi-head latent attention (MLA) under `prefill_reads: stored`",
+        "a first chunk attends to keys and values that are multiplied out of its own exact latents",
+        "set `prefill_reads` to 'chunk_exact'",
+        lambda model: (
+            bool(model.attention.latent_dim)
+            and model.policy.prefill_reads == "stored"
+            and f"{model.name} uses multi-head latent attention (MLA), under prefill_reads: stored"
+        ),
+    ),
+)
 MODEL_ROWS: tuple[Refusal[SglangModel], ...] = (
     Refusal(
         "layers with a window in a pool of their own (`SWAKVPool`; gpt-oss)",
@@ -112,6 +138,7 @@ MODEL_ROWS: tuple[Refusal[SglangModel], ...] = (
         "use `--kv-cache-dtype auto` or `--dtype bfloat16`",
         _narrow_pool,
     ),
+    *LATENT_CHUNK_ROWS,
     *SIZE_ROWS,
     KINDS["widths"].where(_unequal_widths),
     Refusal(

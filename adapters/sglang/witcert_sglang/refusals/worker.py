@@ -28,9 +28,10 @@ class ServedPool:
 
 
 def _other_pool(served: ServedPool) -> str | bool:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-    return type(served.pool) is not MHATokenToKVPool and f"the server uses {type(served.pool).__name__}"
+    known = type(served.pool) in (MHATokenToKVPool, MLATokenToKVPool)
+    return not known and f"the server uses {type(served.pool).__name__}"
 
 
 def _kernels_alone(served: ServedPool) -> str | bool:
@@ -45,16 +46,20 @@ def _kernels_alone(served: ServedPool) -> str | bool:
 
 POOL_ROWS: tuple[Refusal[ServedPool], ...] = (
     Refusal(
-        "pools other than `MHATokenToKVPool` (sliding-window and hybrid pools)",
+        "pools other than `MHATokenToKVPool` and `MLATokenToKVPool` (sliding-window, hybrid and indexed pools)",
         "its slots are not one token each",
-        "metered is MHATokenToKVPool (full attention in every layer)",
+        "metered are these two (full attention in every layer)",
         _other_pool,
     ),
     Refusal(
         "pools in another layout than NHD",
         "the meter reads a token's heads one after the other",
         "metered is 'nhd'",
-        lambda served: served.pool.kv_cache_layout != "nhd" and f"the pool's layout is {served.pool.kv_cache_layout!r}",
+        lambda served: (
+            not is_latent(served.pool)  # one row a token
+            and served.pool.kv_cache_layout != "nhd"
+            and f"the pool's layout is {served.pool.kv_cache_layout!r}"
+        ),
     ),
     Refusal(
         "`quantizer.name: engine` in a pool of the model's own dtype",
@@ -174,14 +179,24 @@ ONE_LAYER_EACH: Refusal[None] = Refusal(
 )
 
 
-def check_layers(model: Any, num_layers: int) -> list[Any]:
-    """The attention layers; UnsupportedError for some that do more than causal softmax over their own keys."""
+def is_latent(pool: Any) -> bool:
+    """Whether a pool of SGLang's keeps latents (`MLATokenToKVPool`), not keys and values of heads."""
+    return hasattr(pool, "kv_lora_rank")
+
+
+def check_layers(model: Any, pool: Any) -> list[Any]:
+    """The attention layers; UnsupportedError for some that do more than causal softmax over their own keys.
+
+    Of two that share a layer of latents that which attends to the latents themselves.
+    """
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    if is_latent(pool):
+        layers = [layer for layer in layers if layer.qk_head_dim == pool.kv_cache_dim]
     ids = sorted(layer.layer_id for layer in layers)
-    if ids != sorted(set(ids)) or len(ids) != num_layers:
-        raise ONE_LAYER_EACH.error(f"the model has attention layers {ids} over a pool of {num_layers} layers")
+    if ids != sorted(set(ids)) or len(ids) != pool.layer_num:
+        raise ONE_LAYER_EACH.error(f"the model has attention layers {ids} over a pool of {pool.layer_num} layers")
     for layer in layers:
         refuse(LAYER_ROWS, layer)
     return layers
