@@ -84,7 +84,7 @@ def test_latents_are_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
         assert bytes_per_token("fp16", shape, tp) == 61 * 2 * 576
         assert bytes_per_token("fp8", shape, tp) == 61 * 576
         metered = bytes_per_token("metered:int4_token_group", shape, tp)
-        assert metered == 61 * (2 * 576 + 18 + 1) + PASS_ID
+        assert metered == 61 * (2 * 576 + 36 + 1) + PASS_ID
     with pytest.raises(UnsupportedError, match="not packed yet"):
         bytes_per_token("int8_dither", shape)
     assert main(["capacity", "--config", str(CONFIGS / "deepseek_v3"), "--memory", "40GB"]) == 0

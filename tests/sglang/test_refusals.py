@@ -431,7 +431,7 @@ def test_models_refused_by_name() -> None:
     refuse(KNOWN, served(backend="triton", **latents, head_dim=256, v_head_dim=128))
     for options, named in (
         ({"backend": "fa3"}, "MLA.*with fa3"),
-        ({"policy": {"prefill_reads": "stored"}}, "prefill_reads: stored"),
+        ({"policy": {**NONE, "prefill_reads": "stored"}}, "prefill_reads: stored"),
         ({"policy": {"quantizer": {"name": "int8_dither", "storage": "packed"}}}, "MLA.*storage: packed"),
         ({"policy": {"quantizer": {"name": "kvquant"}}}, "MLA.*before RoPE"),
     ):
@@ -566,7 +566,7 @@ def test_a_pool_of_another_kind_is_named_before_it_is_looked_into(
         model=torch.nn.Module(),
         dtype=torch.float32,
     )
-    with pytest.raises(SystemExit, match=f"^witcert: the server uses {name}: .*; metered is MHATokenToKVPool"):
+    with pytest.raises(SystemExit, match=f"^witcert: the server uses {name}: .*; metered are MHATokenToKVPool"):
         server.make_runtime(runner, None)
     runner.model_config = ModelConfig(str(CONFIGS / "qwen3_next_80b"))
     with pytest.raises(SystemExit, match=r"^witcert: Qwen3NextForCausalLM has layers without a KV cache"):

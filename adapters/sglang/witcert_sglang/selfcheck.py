@@ -100,7 +100,7 @@ def check_shapes(config: Any) -> list[str]:
     if config.attention_arch.name == "MLA":
         values, turned = config.kv_lora_rank, config.qk_rope_head_dim
         kv_heads, dim, scale = 1, values + turned, config.scaling
-        pool = MLATokenToKVPool(size, 1, config.dtype, values, turned, 1, "cpu", False)
+        pool = MLATokenToKVPool(size, 1, config.dtype, values, turned, 1, "cpu", False, dcp_replicated=True)
     runner = SimpleNamespace(device="cpu", req_to_token_pool=requests, token_to_kv_pool=pool)
     layers = [
         RadixAttention(

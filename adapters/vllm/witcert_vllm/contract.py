@@ -42,7 +42,7 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Signature(f"{_V1}.attention.backend.MLAAttentionImpl.do_kv_cache_update", LATENT_WRITE),
     Signature(f"{_V1}.attention.backend.AttentionBackend.is_mla", ()),
     Members(
-        f"{_MLA}.MLAAttention",
+        "vllm.model_executor.layers.attention.MLAAttention",
         (
             "num_heads",
             "num_kv_heads",
@@ -58,6 +58,7 @@ CONTRACT: tuple[Signature | Members, ...] = (
             "sliding_window",
         ),
     ),
+    Members(f"{_V1}.kv_cache_interface.MLAAttentionSpec", ("head_size", "num_kv_heads", "block_size")),
     Members("vllm.config.compilation.PassConfig", ("fuse_rope_kvcache_cat_mla",)),
     *(
         Signature(f"{_V1}.attention.backend.AttentionImpl.{name}", parameters)

@@ -48,7 +48,7 @@ POOL_ROWS: tuple[Refusal[ServedPool], ...] = (
     Refusal(
         "pools other than `MHATokenToKVPool` and `MLATokenToKVPool` (sliding-window, hybrid and indexed pools)",
         "its slots are not one token each",
-        "metered are these two (full attention in every layer)",
+        "metered are MHATokenToKVPool and MLATokenToKVPool (full attention in every layer)",
         _other_pool,
     ),
     Refusal(
