@@ -37,14 +37,15 @@ SCALE = 1.3 * (NOPE + ROPE) ** -0.5
 ABSORBED = Path(__file__).with_name("absorbed")
 
 
-class OwnChunks(TorchNativeAttnBackend):
+class OwnChunks(TorchNativeAttnBackend):  # type: ignore[misc]
     """`torch_native`, with first chunks over their own keys and values of heads, as other backends have them."""
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True
     ) -> Tensor:
         if layer.qk_head_dim == WIDTH:
-            return super().forward_extend(q, k, v, layer, batch, save_kv_cache=save_kv_cache)
+            out: Tensor = super().forward_extend(q, k, v, layer, batch, save_kv_cache=save_kv_cache)
+            return out
         assert not save_kv_cache
         q, k, v = (x.view(len(q), HEADS, -1).transpose(0, 1) for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling)

@@ -429,12 +429,13 @@ def test_models_refused_by_name() -> None:
     refuse(KNOWN, served(backend="triton", text={"sliding_window": 128}))  # in the ordinary pool
     latents = {"attention_arch": AttentionArch.MLA, "text": {"kv_lora_rank": 512, "qk_rope_head_dim": 64}}
     refuse(KNOWN, served(backend="triton", **latents, head_dim=256, v_head_dim=128))
-    for options, named in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"backend": "fa3"}, "MLA.*with fa3"),
         ({"policy": {**NONE, "prefill_reads": "stored"}}, "prefill_reads: stored"),
         ({"policy": {"quantizer": {"name": "int8_dither", "storage": "packed"}}}, "MLA.*storage: packed"),
         ({"policy": {"quantizer": {"name": "kvquant"}}}, "MLA.*before RoPE"),
-    ):
+    )
+    for options, named in cases:
         with pytest.raises(UnsupportedError, match=named):
             refuse(KNOWN, served(**{"backend": "triton", **options}, **latents))
     for changes, named in (
