@@ -112,7 +112,8 @@ int64_t attend_rows(const Arguments& a, int64_t request, int64_t kv_head, const 
         key[i] = keys + (begin + i) * a.k_row * size;
         value[i] = values + (begin + i) * a.v_row * size;
       }
-      work.exact.read(key, dim, value, width, count, cache.dtype, some);
+      work.exact.read_keys(key, dim, count, cache.dtype, some);
+      work.exact.read_values(value, width, cache.dtype, some);
       const auto args = [&](auto n, int p) {
         attend_exact<decltype(n)::value>(a, work.exact, q.data(), length.data(), p, prefix + begin, spans.data(),
                                          of_meter, sums.data(), parts.data());

@@ -242,21 +242,30 @@ class Tile {
 template <int N, class Values>
 void add_values(float* out, int64_t width, int64_t first, int64_t last, int count, const float (*w)[TILE],
                 const float* factor, Values values) {
-  for (int64_t c = first; c < last; c += LANES) {
-    vf even[N], odd[N];
-    for (int m = 0; m < N; m++) even[m] = odd[m] = splat(0.0f);
-    int i = 0;
-    for (; i + 1 < count; i += 2) {
-      const vf one = values(i, c), two = values(i + 1, c);
-      for (int m = 0; m < N; m++) even[m] += one * w[m][i], odd[m] += two * w[m][i + 1];
-    }
-    if (i < count) {
-      const vf one = values(i, c);
-      for (int m = 0; m < N; m++) even[m] += one * w[m][i];
+  int64_t c = first;
+  for (; c + 2 * LANES <= last; c += 2 * LANES) {
+    vf low[N], high[N];
+    for (int m = 0; m < N; m++) low[m] = high[m] = splat(0.0f);
+    for (int i = 0; i < count; i++) {
+      const vf one = values(i, c), two = values(i, c + LANES);
+      for (int m = 0; m < N; m++) low[m] += one * w[m][i], high[m] += two * w[m][i];
     }
     for (int m = 0; m < N; m++) {
       float* o = out + m * width + c;
-      store(o, load(o) * factor[m] + (even[m] + odd[m]));
+      store(o, load(o) * factor[m] + low[m]);
+      store(o + LANES, load(o + LANES) * factor[m] + high[m]);
+    }
+  }
+  for (; c < last; c += LANES) {
+    vf sum[N];
+    for (int m = 0; m < N; m++) sum[m] = splat(0.0f);
+    for (int i = 0; i < count; i++) {
+      const vf one = values(i, c);
+      for (int m = 0; m < N; m++) sum[m] += one * w[m][i];
+    }
+    for (int m = 0; m < N; m++) {
+      float* o = out + m * width + c;
+      store(o, load(o) * factor[m] + sum[m]);
     }
   }
 }

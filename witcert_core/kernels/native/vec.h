@@ -228,6 +228,17 @@ inline vf bytes_to_float(const int8_t* p) {
 #endif
 }
 
+// Entries of a table of 256 at bytes side by side.
+inline vf looked_up(const float* table, const uint8_t* p) {
+#if defined(WITCERT_AVX512)
+  return (vf)_mm512_i32gather_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), table, 4);
+#else
+  float x[LANES];
+  for (int i = 0; i < LANES; i++) x[i] = table[p[i]];
+  return load(x);
+#endif
+}
+
 // A row of WORDS words for each lane: out[c] holds word c of every row.
 inline void transpose(const void* const* rows, vi* out) {
 #if defined(WITCERT_AVX512)

@@ -1,0 +1,56 @@
+// Where 64 tokens of a request lie in paged tensors, for all heads of a token.
+#pragma once
+#include "attention.h"
+
+namespace witcert {
+
+// A tensor [page][token][head][channel]: its strides, and what a head's channels take, in bytes.
+struct Paged {
+  const char* base;
+  int64_t page, token, head, row;
+};
+
+struct Places {
+  int64_t slot[TILE], k[TILE], v[TILE];  // bytes from the beginning of K and of V
+  int count;
+
+  // Tokens begin .. end - 1, 64 at most; the last one stands in for those that there are not.
+  void find(const Pages& pages, int64_t request, int64_t page_size, int64_t begin, int64_t end, const Paged& of_k,
+            const Paged& of_v) {
+    count = (int)std::min<int64_t>(TILE, end - begin);
+    const int32_t* page = pages.indices + pages.indptr[request] + begin / page_size;
+    int64_t offset = begin % page_size;
+    for (int i = 0; i < count; i++) {
+      slot[i] = *page * page_size + offset;
+      k[i] = *page * of_k.page + offset * of_k.token, v[i] = *page * of_v.page + offset * of_v.token;
+      if (++offset == page_size) offset = 0, page++;
+    }
+    for (int i = count; i < TILE; i++) slot[i] = slot[i - 1], k[i] = k[i - 1], v[i] = v[i - 1];
+  }
+
+  // Bring some of them near, of heads from `head` on, in the order of memory, while others are attended. They are
+  // read: of prefetches that come many at a time a processor drops most.
+  void fetch(int first, int last, const Paged& of_k, const Paged& of_v, int64_t head, int64_t heads) const {
+    int32_t all = 0;
+    const auto lines = [&](const Paged& of, int64_t at) {
+      const int64_t together = of.head == of.row ? heads : 1;
+      for (int64_t h = head; h < head + heads; h += together)
+        for (int64_t c = 0; c < together * of.row; c += 64) all |= of.base[at + h * of.head + c];
+    };
+    for (int i = first; i < std::min(last, count); i++) {
+      lines(of_k, k[i]);
+      if (of_v.base) lines(of_v, v[i]);
+    }
+    asm volatile("" ::"r"(all));
+  }
+
+  // The same for `bytes` of every slot in a tensor beside them.
+  void fetch(int first, int last, const void* side, int64_t bytes) const {
+    int32_t all = 0;
+    for (int i = first; side && i < std::min(last, count); i++)
+      for (int64_t c = 0; c < bytes; c += 64) all |= ((const char*)side)[slot[i] * bytes + c];
+    asm volatile("" ::"r"(all));
+  }
+};
+
+}  // namespace witcert
