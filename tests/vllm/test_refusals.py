@@ -25,6 +25,7 @@ from witcert_vllm.doctor import of_model
 from witcert_vllm.refusals.model import ROWS, VllmModel, untried_device
 from witcert_vllm.refusals.server import (
     CACHE_ROWS,
+    CONFIG_ROWS,
     OPTIONS,
     Resolved,
     check_connector,
@@ -296,6 +297,31 @@ def test_the_doctor_says_that_nothing_here_has_run_on_a_gpu(monkeypatch: pytest.
     (finding,) = [finding for finding in of_model(path, policy) if finding.subject == "device"]
     assert (finding.level, finding.text) == ("note", untried_device("cuda"))
     assert "under vLLM on 'cuda' were compiled and interpreted, and never run on a GPU" in finding.text
+
+
+def test_writes_of_latents_that_nobody_would_see_are_refused() -> None:
+    from vllm.config.compilation import CompilationConfig
+
+    def check(device: str, eager: bool, **changes: Any) -> None:
+        compilation = CompilationConfig()
+        compilation.splitting_ops = [*CompilationConfig._attention_ops, "vllm::unified_mla_kv_cache_update"]
+        for name, value in changes.items():
+            setattr(compilation if hasattr(compilation, name) else compilation.pass_config, name, value)
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(use_mla=True, enforce_eager=eager),
+            device_config=SimpleNamespace(device_type=device),
+            compilation_config=compilation,
+        )
+        found = Resolved(config, parse_policy({"version": 1, **NONE}), {})
+        refuse([row for row in CONFIG_ROWS if "latents" in row.what], found)
+
+    check("cuda", eager=False)
+    check("cuda", eager=True, splitting_ops=[])
+    check("cpu", eager=False, splitting_ops=[])
+    with pytest.raises(UnsupportedError, match="graphs that hold vllm::unified_mla_kv_cache_update"):
+        check("cuda", eager=False, splitting_ops=[])
+    with pytest.raises(UnsupportedError, match="fuse_rope_kvcache_cat_mla"):
+        check("cuda", eager=False, fuse_rope_kvcache_cat_mla=True)
 
 
 def test_caches_refused_by_name() -> None:

@@ -60,6 +60,7 @@ CONTRACT: tuple[Signature | Members, ...] = (
     ),
     Members(f"{_V1}.kv_cache_interface.MLAAttentionSpec", ("head_size", "num_kv_heads", "block_size")),
     Members("vllm.config.compilation.PassConfig", ("fuse_rope_kvcache_cat_mla",)),
+    Members("vllm.config.compilation.CompilationConfig", ("pass_config", "splitting_ops")),
     *(
         Signature(f"{_V1}.attention.backend.AttentionImpl.{name}", parameters)
         for name, parameters in (

@@ -152,6 +152,19 @@ RESOLVED_ROWS: tuple[Refusal[Any], ...] = (
         _replicated,
     ),
 )
+_LATENT_WRITE = "vllm::unified_mla_kv_cache_update"
+
+
+def _unseen_writes(found: Resolved) -> str | bool:
+    """Writes of latents that no Python of ours would see in every pass."""
+    compilation = found.config.compilation_config
+    if found.device == "cpu" or found.config.model_config.enforce_eager:
+        return False
+    if compilation.pass_config.fuse_rope_kvcache_cat_mla:
+        return "fuse_rope_kvcache_cat_mla"
+    return _LATENT_WRITE not in (compilation.splitting_ops or ()) and f"graphs that hold {_LATENT_WRITE}"
+
+
 CONFIG_ROWS: tuple[Refusal[Resolved], ...] = (
     Refusal(
         "`quantizer.storage: packed` with another `--kv-cache-dtype` than auto",
@@ -182,16 +195,11 @@ CONFIG_ROWS: tuple[Refusal[Resolved], ...] = (
         ),
     ),
     Refusal(
-        "writes of latents fused with RoPE (`pass_config.fuse_rope_kvcache_cat_mla`)",
+        "writes of latents (MLA) that are fused with RoPE, or captured in graphs (`--compilation-config`)",
         "what is written would not come by",
-        "leave `--compilation-config` without it",
-        lambda found: (
-            bool(
-                found.config.model_config.use_mla
-                and found.config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla
-            )
-            and "fuse_rope_kvcache_cat_mla"
-        ),
+        "use `--enforce-eager`, or leave `fuse_rope_kvcache_cat_mla`, `splitting_ops` and "
+        "`use_inductor_graph_partition` as they are",
+        lambda found: found.config.model_config.use_mla and _unseen_writes(found),
     ),
     Refusal(
         "a quantizer that takes several tokens together, with prefix caching and blocks that are no multiple of these",
