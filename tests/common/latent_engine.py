@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from witcert_core.cache.packed import of_latents
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
@@ -15,6 +16,7 @@ from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RequestPass
 from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.packed import PackedStorage
 
 LATENT, ROPE, HEADS, SLOTS, LAYER = 64, 16, 3, 96, 0
 WIDTH = LATENT + ROPE
@@ -52,7 +54,7 @@ class LatentEngine:
 
     def __init__(self, quantizer: str, dtype: torch.dtype = torch.float32, **sections: Any) -> None:
         meter = {"stride": 1, "audit_every": 1, "max_rows": 4, **sections.pop("meter", {})}
-        chosen = {"name": quantizer, "params": sections.pop("params", {})}
+        chosen = {"name": quantizer, "storage": sections.pop("storage", "simulated")}
         policy = parse_policy({"version": 1, "quantizer": chosen, "meter": meter, **sections})
         geometry = Geometry(
             backend="test",
@@ -70,7 +72,13 @@ class LatentEngine:
         )
         generator = torch.Generator().manual_seed(7)
         self.pool, self.dtype = LatentPool(dtype), dtype
-        self.runtime = Runtime("test", policy, geometry, self.pool, None)
+        self.packed = policy.quantizer.storage == "packed"
+        codes = of_latents(
+            torch.zeros(SLOTS, 1, WIDTH, dtype=torch.int8),
+            torch.full((SLOTS, 1, -(-WIDTH // 32)), float("inf"), dtype=torch.float16),
+            LATENT,
+        )
+        self.runtime = Runtime("test", policy, geometry, {LAYER: codes} if self.packed else self.pool, None)
         self.exact = torch.randn(SLOTS, 1, WIDTH, generator=generator).to(dtype)
         self.exact[..., 3] += 6.0  # a channel far off, as normed latents have
         self.queries = torch.randn(SLOTS, HEADS, WIDTH, generator=generator).to(dtype)
@@ -105,9 +113,16 @@ class LatentEngine:
         assert step is not None
         return step, out
 
+    def stored(self, slots: Tensor) -> Tensor:
+        """Rows [S, WIDTH] as attention reads them."""
+        storage = self.runtime.groups[0].cache.storage
+        if isinstance(storage, PackedStorage) and storage.repaired is not None:
+            return storage.repaired.read(LAYER, slots)[0][:, 0]
+        return storage.stored(LAYER, slots)[0][:, 0]
+
     def truth(self, position: int) -> tuple[Tensor, Tensor]:
         """True TV [HEADS] and latent output error [HEADS] of the row at `position`, over what is stored now."""
         q, slots = self.queries[position], self.slots[: position + 1]
         o, p = attention(q, self.exact[: position + 1, 0])
-        served, stored = attention(q, self.pool.rows[slots, 0])
+        served, stored = attention(q, self.stored(slots))
         return 0.5 * (p - stored).abs().sum(-1), (o - served).norm(dim=-1)

@@ -85,8 +85,9 @@ def test_latents_are_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
         assert bytes_per_token("fp8", shape, tp) == 61 * 576
         metered = bytes_per_token("metered:int4_token_group", shape, tp)
         assert metered == 61 * (2 * 576 + 36 + 1) + PASS_ID
-    with pytest.raises(UnsupportedError, match="not packed yet"):
-        bytes_per_token("int8_dither", shape)
+        assert bytes_per_token("int8_dither", shape, tp) == 61 * (576 + 2 * 18) + PASS_ID
+    with pytest.raises(UnsupportedError, match="not of latents"):
+        bytes_per_token("bypass:4", shape)
     assert main(["capacity", "--config", str(CONFIGS / "deepseek_v3"), "--memory", "40GB"]) == 0
     assert "61 layers x 576 channels of a latent and RoPE" in capsys.readouterr().out
 

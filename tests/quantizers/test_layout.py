@@ -13,6 +13,7 @@ from witcert_core.quantizers.layout import KVLayout
         (KVLayout(128, bypass_pairs=4), 288, 512 / 288),
         (KVLayout(80), 172, 320 / 172),
         (KVLayout(192, v_head_dim=128), 192 + 12 + 128 + 8, 640 / 340),
+        (KVLayout(576, values_in_keys=True), 576 + 36, 1152 / 612),
     ],
     ids=str,
 )
@@ -38,3 +39,5 @@ def test_impossible_layouts_are_refused() -> None:
         KVLayout(128, bypass_pairs=65)
     with pytest.raises(InputError, match="at least 1"):
         KVLayout(0)
+    with pytest.raises(InputError, match="no width of their own"):
+        KVLayout(576, 512, values_in_keys=True)

@@ -144,6 +144,29 @@ def test_a_gate_restores_rows_whole() -> None:
     assert int(exact.sum()) >= 16
 
 
+@pytest.mark.parametrize("absorbed", [True, False])
+@pytest.mark.parametrize("sections", [{}, {"gate": {"kind": "certified", "tau": 0.01, "block_size": 4}}], ids=str)
+def test_packed_rows(sections: dict[str, Any], absorbed: bool) -> None:
+    """Codes of whole rows, attended by the meter; a chunk that was multiplied out is written all the same."""
+    engine = LatentEngine("int8_dither", torch.bfloat16, storage="packed", **sections)
+    engine.step(20, absorbed)
+    for _ in range(6):
+        step, out = engine.step(1)
+        tv, error = engine.truth(engine.length - 1)
+        for layers in (step.layers, step.deterministic_layers):
+            cells = layers[LAYER]
+            assert bool((tv <= cells.meter[0]).all())
+            assert bool((error <= cells.out_bound[0]).all())
+            assert cells.excess is None or bool((cells.excess <= 0).all())
+        assert out.numel() == HEADS * LATENT
+        assert bool(sections) == bool(step.verdicts)
+        assert bool(sections) or bool((step.layers[LAYER].num_quantized > 0).all())
+    assert engine.runtime.status()["bytes_packed_pool"] == len(engine.slots) * (WIDTH + 2 * 3)
+    if not sections:
+        off = engine.stored(engine.slots[:26]).double() - engine.exact[:26, 0].double()
+        assert 0 < float(off.abs().max()) < 0.1
+
+
 def test_bands_do_not_straddle_the_parts() -> None:
     published = RotarySpec(576, rotary_dim=64, latent_dim=512)
     for wanted, count in ((16, 18), (32, 36)):

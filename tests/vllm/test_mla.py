@@ -153,3 +153,19 @@ def test_laws_gates_and_sketches_over_latents(
         assert answer.summary["cells_measured"] > 0
     repaired = sum(answer.summary["gate"]["repaired_blocks"] for answer in answers)
     assert (repaired > 0) == ("gate" in sections)
+
+
+def test_packed_rows_by_the_engines_account(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """612 bytes a token and layer, of 1152 in bfloat16: vLLM counts them, and a pass id for each token."""
+    policy = {**POLICY, "quantizer": {"name": "int8_dither", "storage": "packed"}}
+    options = {"max_model_len": 512, "dtype": "bfloat16"}
+    with running_engine(checkpoints["deepseek_v3"], tmp_path, policy, **options) as engine:
+        answers = engine.ask(PROMPTS, **SAMPLING)
+        status = engine.llm.collective_rpc("witcert_status")[0]
+        blocks = engine.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    for answer in answers:
+        audit = answer.summary["audit"]
+        assert audit["violations"] == audit["mismatches"] == 0 < audit["outputs"]
+        assert answer.summary["cells_measured"] == 5 * 2 * 4
+    assert blocks == pytest.approx((16 << 20) / (16 * (2 * 612 + 8)), rel=0.01)
+    assert status["bytes_packed_pool"] == blocks * 16 * 2 * 612

@@ -83,7 +83,7 @@ def refused_config(model: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, *
 @pytest.mark.parametrize(
     ("sections", "named"),
     [
-        ({"quantizer": {"name": "int8_dither", "storage": "packed"}}, "MLA.*with quantizer.storage: packed"),
+        ({"quantizer": {"name": "int8_dither_bypass", "storage": "packed"}}, "MLA.*with int8_dither_bypass"),
         ({"prefill_reads": "stored", **NONE}, "MLA.*prefill_reads: stored"),
     ],
 )

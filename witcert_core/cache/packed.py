@@ -25,6 +25,7 @@ from witcert_core.quantizers.dither import (
     dequantize_int8,
     dither_vectors,
     group_witness_codes,
+    num_groups,
 )
 from witcert_core.quantizers.rotary import RotarySpec
 
@@ -65,7 +66,8 @@ class PackedLayer:
 
     k, v [SLOTS, Hkv, D] int8; k_scale, v_scale [SLOTS, Hkv, Gr] float16, infinite where nothing was written;
     k_witness [SLOTS, Hkv, Gr] uint8 or None. k_bypass [SLOTS, Hkv, C] in 16 bit or None, and the channels [Hkv, C]
-    int64 it holds, None until the first keys were written (`outliers.py`).
+    int64 it holds, None until the first keys were written (`outliers.py`). Of a latent cache v and v_scale are views of
+    k and k_scale, their leading channels and groups.
     """
 
     k: Tensor
@@ -99,6 +101,12 @@ class PackedLayer:
         return torch.zeros(slots.numel(), self.k.shape[1], dtype=torch.bool, device=slots.device)
 
 
+def of_latents(k: Tensor, k_scale: Tensor, latent_dim: int, k_witness: Tensor | None = None) -> PackedLayer:
+    """A layer whose values are the first `latent_dim` channels of its keys, as these are coded."""
+    groups = num_groups(latent_dim, GROUP)
+    return PackedLayer(k, k[..., :latent_dim], k_scale, k_scale[..., :groups], k_witness)
+
+
 class PackedKV:
     """All layers of one rank. `pass_ids` [SLOTS] int64 is shared by them: the pass in which a slot was written."""
 
@@ -123,8 +131,9 @@ class PackedKV:
     def nbytes(self) -> int:
         """Bytes of codes, scales, witnesses and bypassed channels."""
         layers = self.layers.values()
-        buffers = (b for x in layers for b in (x.k, x.v, x.k_scale, x.v_scale, x.k_witness, x.k_bypass))
-        return sum(b.nbytes for b in buffers if b is not None)
+        own = [] if self.rotary.latent_dim else [b for x in layers for b in (x.v, x.v_scale)]
+        buffers = (b for x in layers for b in (x.k, x.k_scale, x.k_witness, x.k_bypass))
+        return sum(b.nbytes for b in (*own, *buffers) if b is not None)
 
     def to_encode(self, layer: int, keys: Tensor) -> Tensor:
         """What of keys [N, Hkv, D] goes into codes: all of it, or all but the bypassed channels.
@@ -182,6 +191,8 @@ class PackedKV:
         k = dequantize_int8(source.k[slots], source.k_scale[slots], u)
         if source.k_bypass is not None and source.channels is not None:
             k = outliers.put(k, source.channels, source.k_bypass[slots])
+        if self.rotary.latent_dim:
+            return k, k[..., : self.rotary.latent_dim]
         # Values are rounded to nearest, without dither.
         v = dequantize_int8(source.v[slots], source.v_scale[slots], torch.zeros(1, device=u.device))
         return k, v

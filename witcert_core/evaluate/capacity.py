@@ -22,8 +22,8 @@ from witcert_core.serving.models.attention import ModelAttention, describe
 from witcert_core.serving.models.fields import text_part
 
 DEFAULT_LAYOUTS = ("fp16", "fp8", "int8_dither", "int8_dither_w", "bypass:4")
-OF_LATENTS = ("fp16", "fp8", "metered:int8_token_group")
-"""The default layouts of a latent cache, which is not packed yet."""
+OF_LATENTS = DEFAULT_LAYOUTS[:-1]
+"""Of a latent cache, whose rows keep no outliers apart."""
 _PLAIN = {"fp16": "none", "fp8": "fp8_e4m3_cast"}
 LAYOUTS = (*_PLAIN, "int8_dither", "int8_dither_w")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -107,12 +107,14 @@ def bytes_per_token(layout: str, shape: ModelAttention, tensor_parallel: int = 1
 
         return _over_layers(shape, tensor_parallel, plain)
     if layout in ("int8_dither", "int8_dither_w") or (name == "bypass" and argument.isdecimal()):
-        if shape.latent_dim:
-            raise UnsupportedError(f"layout {layout}: codes of a latent cache (MLA) are not packed yet; see metered:")
+        if shape.latent_dim and name == "bypass":
+            raise UnsupportedError(f"layout {layout}: outliers are kept of keys of heads, not of latents (MLA)")
 
         def packed(k: int, v: int) -> int:
             pairs = int(argument or 0)
-            return KVLayout(k, v, bypass_pairs=pairs, stored_witness=layout == "int8_dither_w").bytes_per_token_head
+            own, witness = bool(shape.latent_dim), layout == "int8_dither_w"
+            found = KVLayout(k, None if own else v, bypass_pairs=pairs, stored_witness=witness, values_in_keys=own)
+            return found.bytes_per_token_head
 
         return _over_layers(shape, tensor_parallel, packed) + PASS_ID_BYTES
     if name == "metered" and argument:

@@ -98,7 +98,11 @@ def _packed(
 ) -> tuple[PackedStorage, Acts]:
     cache = PackedKV(layers, encoder.pass_ids, encoder.dither_key, geometry.kv_head_ids, geometry.rotary)
     kernels = None
-    if kernels_serve(geometry.device) and (not policy.repairs or isinstance(encoder.quantizer, Int8Dither)):
+    if (
+        kernels_serve(geometry.device)
+        and not geometry.latent
+        and (not policy.repairs or isinstance(encoder.quantizer, Int8Dither))
+    ):
         _check_kernels_can(policy, encoder.quantizer)
         kernels = PackedKernels(cache, geometry, encoder, policy.meter.form)
     if not policy.repairs:

@@ -156,7 +156,12 @@ def memory(model: ServedModel) -> str:
     heads = (1 if latent else model.num_kv_heads) * model.num_layers
     exact = format_bytes((width if latent else 2 * width) * model.dtype.itemsize * heads)
     if policy.quantizer.storage == "packed":
-        layout = KVLayout(width, stored_witness=quantizer.stored_witness, bypass_pairs=quantizer.bypass_pairs)
+        layout = KVLayout(
+            width,
+            stored_witness=quantizer.stored_witness,
+            bypass_pairs=quantizer.bypass_pairs,
+            values_in_keys=bool(latent),
+        )
         return f"{format_bytes(layout.bytes_per_token_head * heads)} a token, witnesses included, instead of {exact}"
     rotary = model.attention.rotary(width)
     beside = side_bytes_per_head(

@@ -121,7 +121,7 @@ def metered(base: type[Any], own_pages: bool = False) -> type[Any]:
     of_impl = {"own_pages": own_pages, "separate_write": not base.forward_includes_kv_cache_update}
     ours: tuple[type[Any], type[Any]] = (MeteredImpl, MeteredBuilder)
     if backend.is_mla():
-        of_impl, ours = {}, (MeteredLatentImpl, MeteredLatentBuilder)
+        of_impl, ours = {"own_pages": own_pages}, (MeteredLatentImpl, MeteredLatentBuilder)
     classes = {
         "metered_impl": type(f"Metered{impl.__name__}", (ours[0], impl), of_impl),
         "metered_builder": type(f"Metered{builder.__name__}", (ours[1], builder), {}),

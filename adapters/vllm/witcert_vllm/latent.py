@@ -51,12 +51,14 @@ class Written:
 
 
 class MeteredLatentImpl(MLAAttentionImpl):
-    """What is added to an implementation. layer_id: global id of its layer, given when the runtime is built.
+    """What is added to an implementation. layer_id: global id of its layer, given when the runtime is built. own_pages:
+    the cache is packed, so the stock implementation can neither read nor write it, and attends to nothing in it.
 
     Whatever a pass writes is written exactly at first: prompts whose prefix is computed in the same pass read it so.
     """
 
     witcert_metered = True
+    own_pages: bool
     layer_id: int
     num_heads: int
     written: Written | None = None
@@ -70,7 +72,8 @@ class MeteredLatentImpl(MLAAttentionImpl):
         kv_cache_dtype: str,
         k_scale: Tensor,
     ) -> None:
-        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+        if not self.own_pages:
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
         if process.in_pass():
             self.written = Written(kv_c_normed, k_pe, kv_cache, kv_cache_dtype, k_scale)
 
@@ -84,6 +87,11 @@ class MeteredLatentImpl(MLAAttentionImpl):
         k_scale: Tensor,
         **outputs: Any,
     ) -> None:
+        if self.own_pages and attn_metadata.prefill.chunked_context is not None:
+            raise UnsupportedError(
+                f"layer {self.layer_id} multiplies a prefix out of packed latents, which only the meter's attention "
+                "reads; set quantizer.storage to 'simulated'"
+            )
         super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, **outputs)
         if process.in_pass() and not attn_metadata.num_decode_tokens:  # else `forward_mqa` comes after this
             runtime, written = process.runtime(), self._taken()
@@ -100,6 +108,9 @@ class MeteredLatentImpl(MLAAttentionImpl):
     ) -> tuple[Tensor, Tensor | None]:
         attend = super().forward_mqa
         if not process.in_pass():
+            if self.own_pages:
+                rotated = q[1] if isinstance(q, tuple) else q
+                return rotated.new_zeros(*rotated.shape[:2], layer.kv_lora_rank), None
             own: tuple[Tensor, Tensor | None] = attend(q, kv_c_and_k_pe_cache, attn_metadata, layer)
             return own
         written = self._taken()
@@ -113,7 +124,8 @@ class MeteredLatentImpl(MLAAttentionImpl):
             return out
 
         queries = torch.cat(q, -1) if isinstance(q, tuple) else q
-        return process.runtime().attend_latent(self, self.layer_id, queries, written.rows, run), lse
+        out = process.runtime().attend_latent(self, self.layer_id, queries, written.rows, run)
+        return out.view(*queries.shape[:2], -1), lse
 
     def _taken(self) -> Written:
         """What was written of this layer in this pass."""

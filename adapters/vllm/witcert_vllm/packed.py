@@ -16,12 +16,17 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from witcert_core import Quantizer
 from witcert_core.errors import UnsupportedError
-from witcert_core.serving import KVLayout, PackedLayer
+from witcert_core.serving import KVLayout, PackedLayer, of_latents
 
 
-def layout_of(quantizer: Quantizer, head_dim: int) -> KVLayout:
-    """The bytes of a token and KV head, 272 at head_dim 128."""
-    return KVLayout(head_dim, stored_witness=quantizer.stored_witness, bypass_pairs=quantizer.bypass_pairs)
+def layout_of(quantizer: Quantizer, head_dim: int, latent: bool = False) -> KVLayout:
+    """The bytes of a token and KV head, 272 at head_dim 128; of a row of latents 612 at 576."""
+    return KVLayout(
+        head_dim,
+        stored_witness=quantizer.stored_witness,
+        bypass_pairs=quantizer.bypass_pairs,
+        values_in_keys=latent,
+    )
 
 
 def packed_backend(base: type[Any], quantizer: Quantizer) -> type[Any]:
@@ -38,7 +43,7 @@ class PackedBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """vLLM computes capacity from these bytes, and says so in its log."""
-        size = layout_of(cls.quantizer, spec.head_size).bytes_per_token_head
+        size = layout_of(cls.quantizer, spec.head_size, cls.is_mla()).bytes_per_token_head
         return replace(spec, dtype=torch.int8, state_content_bytes=size)
 
     @classmethod
@@ -46,10 +51,10 @@ class PackedBackend(AttentionBackend):
         return (KVCacheLayout.LBNHC,)
 
 
-def packed_layer(kv_cache: Tensor, layout: KVLayout, model_dtype: torch.dtype) -> PackedLayer:
+def packed_layer(kv_cache: Tensor, layout: KVLayout, model_dtype: torch.dtype, latent_dim: int = 0) -> PackedLayer:
     """The buffers inside a layer's cache [BLOCKS, Hkv, N, bytes] int8; every slot is marked as never written.
 
-    model_dtype: what bypassed channels are kept in.
+    model_dtype: what bypassed channels are kept in. latent_dim: of values that are the leading channels of keys.
     """
     pages = kv_cache.transpose(1, 2)
     if not pages.is_contiguous():
@@ -62,10 +67,12 @@ def packed_layer(kv_cache: Tensor, layout: KVLayout, model_dtype: torch.dtype) -
         return memory[first : first + size].view(dtype).view(num_slots, num_heads, -1)
 
     witness = part("k_witness", torch.uint8) if "k_witness" in fields else None
-    scales = part("k_scales", torch.float16), part("v_scales", torch.float16)
+    scales = [part(name, torch.float16) for name in ("k_scales", "v_scales") if name in fields]
     for scale in scales:
         scale.fill_(float("inf"))  # nothing written: the radius is unknown
     if witness is not None:
         witness.fill_(255)
+    if layout.values_in_keys:
+        return of_latents(part("k_codes"), scales[0], latent_dim, witness)
     outliers = part("k_bypass", model_dtype) if "k_bypass" in fields else None
-    return PackedLayer(part("k_codes"), part("v_codes"), *scales, witness, outliers)
+    return PackedLayer(part("k_codes"), part("v_codes"), scales[0], scales[1], witness, outliers)

@@ -134,9 +134,11 @@ def build_runtime(policy: Policy, vllm_config: Any, model: Any) -> VllmRuntime:
     quantizer, tables = policy.resolved_quantizer, None
     pool: PagePool | LatentPool | Buffers
     if policy.quantizer.storage == "packed":
-        layout = layout_of(quantizer, geometry.head_dim)
-        dtype = geometry.pool_dtype
-        pool = {ids[name]: packed_layer(layer.kv_cache, layout, dtype) for name, layer in layers.items()}
+        layout, dtype = layout_of(quantizer, geometry.head_dim, latent), geometry.pool_dtype
+        caches = {name: layer.kv_cache[:, None] if latent else layer.kv_cache for name, layer in layers.items()}
+        pool = {
+            ids[name]: packed_layer(cache, layout, dtype, geometry.rotary.latent_dim) for name, cache in caches.items()
+        }
     else:
         own = policy.meters_engine
         if latent:

@@ -105,10 +105,10 @@ LATENT_ROWS: tuple[Refusal[ServedModel], ...] = (
         lambda model: model.policy.resolved_quantizer.space == "pre_rope",
     ),
     _latent(
-        "`quantizer.storage: packed`",
-        "there are no packed rows of a latent and its rotated channels yet",
-        "set `quantizer.storage` to 'simulated'",
-        lambda model: model.policy.quantizer.storage == "packed",
+        "`int8_dither_bypass`",
+        "outliers are kept of keys of heads",
+        "use `int8_dither` or `int8_dither_w`",
+        lambda model: model.policy.resolved_quantizer.bypass_pairs > 0,
     ),
     _latent(
         "`quantizer.name: engine`",

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -112,7 +113,7 @@ class PackedStorage:
         if early is not None:
             self._write(early)
             self._copy(early)
-        in_torch = self._in_torch(call.layer, now)
+        in_torch = self._in_torch(call.layer, now, len(call.q))
         if not in_torch and self.kernels is not None:
             metered = call.layer in self.metered_layers
             yield self.kernels.attend(call, now, self._new_output(call), metered, self.exact_k.get(call.layer))
@@ -138,10 +139,14 @@ class PackedStorage:
     def _new_output(self, call: AttentionCall) -> Tensor:
         return torch.empty(*call.q.shape[:2], self.geometry.v_head_dim, dtype=call.q.dtype, device=call.q.device)
 
-    def _in_torch(self, layer: int, now: Pass) -> list[int]:
-        """The requests of a pass that are attended in torch: all of them, or those of which a gate looks at rows."""
+    def _in_torch(self, layer: int, now: Pass, asked: int) -> list[int]:
+        """The requests of a pass that are attended in torch: all of them, or those of which a gate looks at rows.
+
+        asked: how many tokens have a query; over latents prompts may attend otherwise (`AttentionCall.q`).
+        """
         if self.kernels is None:
-            return list(range(len(now.plan.requests)))
+            ends = accumulate(now.plan.new_tokens)
+            return [index for index, end in enumerate(ends) if end <= asked]
         if self.repaired is None or layer not in self.metered_layers:
             return []
         return sorted({row.request for row in now.plan.rows})

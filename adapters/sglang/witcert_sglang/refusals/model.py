@@ -115,6 +115,16 @@ LATENT_CHUNK_ROWS: tuple[Refusal[SglangModel], ...] = (
         ),
     ),
     Refusal(
+        "multi-head latent attention (MLA) with `quantizer.storage: packed`",
+        "SGLang's pool of latents has no room for codes and scales",
+        "set `quantizer.storage` to 'simulated'",
+        lambda model: (
+            bool(model.attention.latent_dim)
+            and model.policy.quantizer.storage == "packed"
+            and f"{model.name} uses multi-head latent attention (MLA), with quantizer.storage: packed"
+        ),
+    ),
+    Refusal(
         "multi-head latent attention (MLA) under `prefill_reads: stored`",
         "a first chunk attends to keys and values that are multiplied out of its own exact latents",
         "set `prefill_reads` to 'chunk_exact'",

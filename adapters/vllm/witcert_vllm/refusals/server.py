@@ -202,6 +202,19 @@ CONFIG_ROWS: tuple[Refusal[Resolved], ...] = (
         lambda found: found.config.model_config.use_mla and _unseen_writes(found),
     ),
     Refusal(
+        "packed latents (MLA) with prefix caching or chunked prefill, which a CPU does not have there",
+        "vLLM multiplies a prefix out of its own cache, which only the meter's attention reads",
+        "use `--no-enable-prefix-caching` and `--no-enable-chunked-prefill`, or set `quantizer.storage` to 'simulated'",
+        lambda found: (
+            found.config.model_config.use_mla
+            and found.policy.quantizer.storage == "packed"
+            and (
+                found.config.cache_config.enable_prefix_caching or found.config.scheduler_config.enable_chunked_prefill
+            )
+            and "packed latents with prefixes"
+        ),
+    ),
+    Refusal(
         "a quantizer that takes several tokens together, with prefix caching and blocks that are no multiple of these",
         "two requests could part inside a group",
         "use a `--block-size` that is a multiple of that (64 is one for all plugins here) or "
