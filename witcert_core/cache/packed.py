@@ -102,7 +102,10 @@ class PackedLayer:
 
 
 def of_latents(k: Tensor, k_scale: Tensor, latent_dim: int, k_witness: Tensor | None = None) -> PackedLayer:
-    """A layer whose values are the first `latent_dim` channels of its keys, as these are coded."""
+    """A layer whose values are the first `latent_dim` channels of its keys, as these are coded.
+
+    k [SLOTS, 1, D] int8, k_scale [SLOTS, 1, Gr] float16, k_witness [SLOTS, 1, Gr] uint8 or None.
+    """
     groups = num_groups(latent_dim, GROUP)
     return PackedLayer(k, k[..., :latent_dim], k_scale, k_scale[..., :groups], k_witness)
 
