@@ -189,8 +189,14 @@ int64_t measure_rows(const Arguments& a, const Task& task, PoolTile& tile, Place
     if (more) find(next, begin + TILE);
     for (int64_t h = 0; h < task.heads; h++) {
       const int from = (int)(h * TILE / task.heads), to = (int)((h + 1) * TILE / task.heads);
-      if (more) next.fetch(from, to, a.keys(), a.values(), task.first_head, task.heads);
-      if (more) next.fetch(from, to, a.witness, a.kv_heads * a.bands);
+      if (more) {
+        // Little is computed of much memory: waiting for it now is faster than prefetching it meanwhile.
+        char all = 0;
+        const auto each = [&](const char* at) { all |= *at; };
+        next.lines(from, to, a.keys(), a.values(), task.first_head, task.heads, each);
+        next.lines(from, to, a.witness, a.kv_heads * a.bands, each);
+        asm volatile("" ::"r"(all));
+      }
       tile.read(a, places[current], task.first_head + h);
       Pairs& x = of_head[h];
       const auto some = [&](auto n, int p) {

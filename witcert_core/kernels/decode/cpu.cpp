@@ -78,7 +78,9 @@ extern "C" int64_t witcert_run(const witcert::Arguments* given) {
         if (!last) tokens[1 - current].find(cache, a.pages, request, begin + TILE, end);
         for (int64_t h = 0; h < cache.kv_heads; h++) {
           const size_t part = ((size_t)offset[request] + h * splits[request] + begin / SPLIT) * pairs;
-          if (!last) next.fetch(cache, (int)(h * TILE / cache.kv_heads), (int)((h + 1) * TILE / cache.kv_heads));
+          tile[0].ahead.clear();
+          if (!last)
+            next.lines(cache, (int)(h * TILE / cache.kv_heads), (int)((h + 1) * TILE / cache.kv_heads), tile[0].ahead);
           tile[0].read(cache, here, h, a.meter);
           attend_packed(tile[0], x[h], begin, spans.data(), (const bool*)meter.data(), a.sm_scale, a.soft_cap,
                         &sums[part], &parts[part * cache.v_dim]);

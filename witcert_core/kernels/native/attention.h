@@ -42,8 +42,22 @@ struct Pages {
   }
 };
 
+// Lines of memory that are read soon. They are fetched a few at a time while others are attended: of many at once a
+// processor drops most, and waits for the rest.
+struct Ahead {
+  std::vector<const char*> line;
+  size_t next = 0;
+
+  void clear() { line.clear(), next = 0; }
+
+  void fetch(int most) {
+    for (; most > 0 && next < line.size(); most--) __builtin_prefetch(line[next++], 0, 2);
+  }
+};
+
 // What the sums need of 64 tokens of one KV head.
 struct Measured {
+  mutable Ahead ahead;
   alignas(64) float unknown[TILE];    // infinite where a key's radius is
   alignas(64) float v_unknown[TILE];  // infinite where a value's is
   alignas(64) float rho[TILE], v_square[TILE];

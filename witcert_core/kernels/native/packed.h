@@ -19,11 +19,12 @@ struct Tokens : Places {
   }
 
   // As Places has it, with what stands beside the codes.
-  void fetch(const Cache& a, int first, int last) const {
-    Places::fetch(first, last, a.keys(), a.values(), 0, a.kv_heads);
-    Places::fetch(first, last, a.k_scales, 2 * a.kv_heads * a.groups());
-    Places::fetch(first, last, a.v_scales, 2 * a.kv_heads * a.v_groups());
-    Places::fetch(first, last, a.witness, a.kv_heads * a.groups());
+  void lines(const Cache& a, int first, int last, Ahead& to) const {
+    const auto each = [&](const char* at) { to.line.push_back(at); };
+    Places::lines(first, last, a.keys(), a.values(), 0, a.kv_heads, each);
+    Places::lines(first, last, a.k_scales, 2 * a.kv_heads * a.groups(), each);
+    Places::lines(first, last, a.v_scales, 2 * a.kv_heads * a.v_groups(), each);
+    Places::lines(first, last, a.witness, a.kv_heads * a.groups(), each);
   }
 };
 
@@ -47,6 +48,7 @@ struct PackedTile : Measured {
     }
     for (int sub = 0; sub < SUB; sub++) {
       for (int64_t c = 0; c < a.head_dim; c += 4 * WORDS) {
+        ahead.fetch(8);
         vi* words = &codes[sub][c / 4];
         words_of(k + LANES * sub, c, a.head_dim, words);
         for (int i = 0; i < WORDS; i++) words[i] ^= splat((int32_t)0x80808080);
@@ -76,6 +78,7 @@ struct PackedTile : Measured {
     const bool own_dither = !tokens->shared[sub];
     for (int m = 0; m < N; m++) z[m] = splat(0.0f);
     for (int g = 0; g < x.groups; g++) {
+      ahead.fetch(4);
       vi dot[N][DIGITS];
       meet<N, DIGITS>(codes[sub] + 8 * g, x, p, g, -128, dot);
       const vf scale = load(&k_scale[g][LANES * sub]);
@@ -251,7 +254,10 @@ void attend_packed(const PackedTile& t, const Queries& x, int p, int64_t begin, 
     for (int m = 0; m < N; m++)
       for (int j = 0; j < TILE; j += LANES) store(scaled[m] + j, load(weights[m] + j) * load(&t.v_scale[g][j]));
     add_values<N>(out + p * width, width, 32 * g, std::min<int64_t>(32 * g + 32, width), t.count, scaled, factor,
-                  [&](int i, int64_t c) { return bytes_to_float(t.v[i] + c); });
+                  [&](int i, int64_t c) {
+                    if (i % 2 == 0) t.ahead.fetch(1);
+                    return bytes_to_float(t.v[i] + c);
+                  });
   }
 }
 

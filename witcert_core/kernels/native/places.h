@@ -28,28 +28,25 @@ struct Places {
     for (int i = count; i < TILE; i++) slot[i] = slot[i - 1], k[i] = k[i - 1], v[i] = v[i - 1];
   }
 
-  // Bring some of them near, of heads from `head` on, in the order of memory, while others are attended. They are
-  // read: of prefetches that come many at a time a processor drops most.
-  void fetch(int first, int last, const Paged& of_k, const Paged& of_v, int64_t head, int64_t heads) const {
-    int32_t all = 0;
-    const auto lines = [&](const Paged& of, int64_t at) {
+  // Every line of some of them, of heads from `head` on, in the order of memory.
+  template <class Each>
+  void lines(int first, int last, const Paged& of_k, const Paged& of_v, int64_t head, int64_t heads, Each each) const {
+    const auto rows = [&](const Paged& of, int64_t at) {
       const int64_t together = of.head == of.row ? heads : 1;
       for (int64_t h = head; h < head + heads; h += together)
-        for (int64_t c = 0; c < together * of.row; c += 64) all |= of.base[at + h * of.head + c];
+        for (int64_t c = 0; c < together * of.row; c += 64) each(of.base + at + h * of.head + c);
     };
     for (int i = first; i < std::min(last, count); i++) {
-      lines(of_k, k[i]);
-      if (of_v.base) lines(of_v, v[i]);
+      rows(of_k, k[i]);
+      if (of_v.base) rows(of_v, v[i]);
     }
-    asm volatile("" ::"r"(all));
   }
 
-  // The same for `bytes` of every slot in a tensor beside them.
-  void fetch(int first, int last, const void* side, int64_t bytes) const {
-    int32_t all = 0;
+  // The same for `bytes` of every slot in a tensor beside them, if there is one.
+  template <class Each>
+  void lines(int first, int last, const void* side, int64_t bytes, Each each) const {
     for (int i = first; side && i < std::min(last, count); i++)
-      for (int64_t c = 0; c < bytes; c += 64) all |= ((const char*)side)[slot[i] * bytes + c];
-    asm volatile("" ::"r"(all));
+      for (int64_t c = 0; c < bytes; c += 64) each((const char*)side + slot[i] * bytes + c);
   }
 };
 
