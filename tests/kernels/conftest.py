@@ -12,6 +12,13 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 
+@pytest.fixture(params=["triton", "cpu"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which kernels read what lies on a CPU: Triton's, interpreted, or those that are compiled for it."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if request.param == "triton" else "0")
+    return str(request.param)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full_grid: every shape of a kernel, hours when interpreted")
 

@@ -15,6 +15,8 @@ from witcert_core.meter.tv import attention_logits, softmax_with_sink, total_var
 from .test_simulated import HKV, HQ, LAYER, SCALE, SLOTS, D, PlainPool, Served
 from .two_requests import Pass
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 DECODE: Pass = [(1, True), (1, True)]
 
 

@@ -24,6 +24,8 @@ from witcert_core.serving.steps import StepCells
 
 from .two_requests import built_for
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 D, SLOTS, SCALE = 32, 60, 32**-0.5
 FIRST = torch.arange(1, 17)  # slots that hold another text's keys when the pass begins
 SECOND, THIRD, FOURTH = torch.arange(20, 23), torch.arange(30, 32), torch.arange(40, 41)

@@ -10,6 +10,8 @@ import torch
 from . import test_serving as packed
 from . import test_simulated as simulated
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 SAMPLE, EVERY = {"audit_every": 0, "audit_share": 1.0}, {"audit_every": 1}
 
 

@@ -25,6 +25,8 @@ from witcert_core.serving.storage.packed import PackedStorage
 
 from .two_requests import Pass, TwoRequests, built_for
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 HQ, HKV, D, SLOTS, LAYER = 4, 2, 64, 150, 0
 SCALE = D**-0.5
 GATE: dict[str, Any] = {"kind": "certified", "tau": 0.05, "block_size": 4}
@@ -257,6 +259,11 @@ def test_a_gate_acts_beside_kernels() -> None:
     assert not torch.allclose(out, unrepaired, atol=1e-4)
 
 
-def test_what_kernels_cannot_do_is_refused() -> None:
+def test_what_kernels_cannot_do_is_refused_but_on_a_cpu_where_torch_does_it(kernels: str) -> None:
+    if kernels == "cpu":
+        served = Served("kernels", "int8_dither", form="extremal")
+        assert served.storage.kernels is None
+        assert served.runtime.status()["kernels"].startswith("plain torch: meter.form 'extremal' needs every token")
+        return
     with pytest.raises(UnsupportedError, match=r"meter\.form is 'extremal'"):
         Served("kernels", "int8_dither", form="extremal")

@@ -23,6 +23,8 @@ from witcert_core.serving.storage.acts import Gating, Observing, TorchSums
 
 from .two_requests import Pass, TwoRequests, built_for
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 HQ, HKV, D, SLOTS, LAYER = 4, 2, 64, 150, 0
 SCALE = D**-0.5
 PASSES: list[Pass] = [

@@ -13,6 +13,8 @@ from witcert_core.meter.truth import SketchedBounds
 from . import test_serving as packed
 from . import test_simulated as simulated
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 METER: dict[str, Any] = {"audit_every": 0, "audit_share": 1.0, "sketch_share": 1.0}
 
 

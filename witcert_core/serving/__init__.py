@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from witcert_core.cache.protocols import Pool as Pool
     from witcert_core.cache.schedule import QuantizeSchedule as QuantizeSchedule
     from witcert_core.kernels.host.dispatch import interpreting as interpreting
+    from witcert_core.kernels.host.dispatch import prepare_kernels as prepare_kernels
     from witcert_core.meter.audit import output_excess as output_excess
     from witcert_core.meter.kernel_error import KernelArithmetic as KernelArithmetic
     from witcert_core.quantizers.layout import KVLayout as KVLayout
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from witcert_core.serving.doctor import Finding as Finding
     from witcert_core.serving.doctor import checked as checked
     from witcert_core.serving.doctor import coverage as coverage
+    from witcert_core.serving.doctor import kernels as kernels
     from witcert_core.serving.doctor import private_names as private_names
     from witcert_core.serving.doctor import refused as refused
     from witcert_core.serving.doctor import sharing as sharing
@@ -82,7 +84,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "witcert_core.cache.packed": ("PackedLayer", "of_latents"),
     "witcert_core.cache.protocols": ("Pool",),
     "witcert_core.cache.schedule": ("QuantizeSchedule",),
-    "witcert_core.kernels.host.dispatch": ("interpreting",),
+    "witcert_core.kernels.host.dispatch": ("interpreting", "prepare_kernels"),
     "witcert_core.meter.audit": ("output_excess",),
     "witcert_core.meter.kernel_error": ("KernelArithmetic",),
     "witcert_core.quantizers.layout": ("KVLayout",),
@@ -101,6 +103,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "Finding",
         "checked",
         "coverage",
+        "kernels",
         "private_names",
         "refused",
         "sharing",

@@ -35,6 +35,7 @@ def banner_text(runtime: Runtime, *, answers: str, metrics: str, note: str = "")
         *sketched(status),
         f"  prefill reads       : {policy.prefill_reads}",
         f"  tokens quantized    : {QuantizeSchedule.of(runtime.quantizer).describe()}",
+        f"  kernels             : {status['kernels']}",
         f"  memory              : {format_bytes(status['bytes_witness'])} of witnesses and pass ids, "
         f"{format_bytes(status['bytes_audit_copies'])} of exact copies for the audit",
         f"  gate                : {gate(status)}",

@@ -3,8 +3,11 @@
 | tokens live in | rows are summed up by kernels, where they run, unless | and beside a gate that repairs |
 |---|---|---|
 | `simulated`: the engine's own pool | the policy asks for sketches, the extremal form or a stored witness, or the pool has no pages that they read | the gate's own sums, in torch |
-| `packed`: codes in the engine's pool | never | kernels write, and attend rows of which the gate looks at none |
+| `packed`: codes in the engine's pool | never on a GPU; on a CPU, codes of a quantizer's own or the extremal form | kernels write, and attend rows of which the gate looks at none |
 | `engine`: the engine's own quantized pool | as simulated, or the pass has rows that read themselves exactly | refused by the policy |
+
+On a CPU nothing is refused for the kernels' sake: what they cannot do, or where they cannot be compiled, plain torch does,
+and the banner says why. A pool without pages that they read is gathered there, for the requests of metered rows.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from witcert_core.cache.packed import PackedKV, PackedLayer
 from witcert_core.cache.protocols import Pool, StoredErrors
 from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.errors import UnsupportedError
-from witcert_core.kernels.host.dispatch import kernels_serve
+from witcert_core.kernels.host.dispatch import interpreting, serving_kernels, without_kernels
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.int8_dither import Int8Dither
@@ -53,6 +56,11 @@ def build_cache(
         UnsupportedError: a policy that this pool, or the kernels on its device, cannot serve.
     """
     metered = frozenset(policy.meter.layers_of(geometry.layers))
+    by_torch = why_torch(policy, geometry.device, geometry.head_dim, geometry.v_head_dim)
+    if by_torch is None and geometry.latent and (isinstance(pool, Mapping) or not by_triton(geometry.device)):
+        by_torch = "kernels do not read values out of latent keys"
+    if by_torch is None and not isinstance(pool, Mapping) and by_triton(geometry.device):
+        by_torch = None if has_pages(policy, geometry, pool) else "the pool has no pages that kernels read"
     storage: Storage
     acts: Acts
     if isinstance(pool, Mapping):
@@ -60,24 +68,61 @@ def build_cache(
             raise UnsupportedError(
                 f"quantizer.storage is {policy.quantizer.storage!r} over a pool of codes; set it to 'packed'"
             )
-        storage, acts = _packed(policy, geometry, pool, encoder, len(metered))
+        storage, acts = _packed(policy, geometry, pool, encoder, len(metered), by_torch)
     elif policy.quantizer.storage == "packed":
         raise UnsupportedError(
             f"quantizer.storage is 'packed', and the pool of {geometry.backend} does not hold codes; set 'simulated'"
         )
     elif policy.meters_engine:
         storage = EngineStorage(policy, geometry, pool, encoder)
-        summer = _summer(policy, geometry, pool, encoder.quantizer, storage.store)
+        summer = _summer(policy, geometry, pool, storage.store, by_torch)
         acts = Observing(ByTorchWhereExact(summer, TorchSums(policy.meter.form)))
     else:
         copies = exact_copies(policy, geometry) if policy.repairs else None
         storage = SimulatedStorage(policy, geometry, pool, encoder, copies, rewritten)
         if copies is None:
-            acts = Observing(_summer(policy, geometry, pool, encoder.quantizer, storage.store))
+            acts = Observing(_summer(policy, geometry, pool, storage.store, by_torch))
         else:
             gated = metered & set(policy.quantizer.layers_of(geometry.layers))
             acts = Gating(_repairer(policy, storage.store, copies, len(gated)), pool)
-    return Cache(storage, acts, metered)
+    kernels = f"plain torch: {by_torch}" if by_torch else serving_kernels(geometry.device)
+    return Cache(storage, acts, metered, kernels)
+
+
+def why_torch(policy: Policy, device: str, *channels: int) -> str | None:
+    """Why plain torch serves such caches of heads with these channels; None where kernels do, or refuse.
+
+    On a CPU the kernels are compiled by this call, where nobody did that before.
+    """
+    if why := without_kernels(device, *channels):
+        return why
+    packed, quantizer = policy.quantizer.storage == "packed", policy.resolved_quantizer
+    if packed and not policy.repairs and by_triton(device):
+        return None
+    if packed and not isinstance(quantizer, Int8Dither):
+        return f"quantizer {quantizer.name!r} brings its own codes"
+    if policy.meter.form == "extremal" and not policy.repairs:
+        return "meter.form 'extremal' needs every token of a cell, not sums"
+    if packed:
+        return None
+    if policy.repairs:
+        return "a gate that repairs sums over tokens itself"
+    if policy.sketch_bits:
+        return "kernels read no sketches (meter.sketch_bits)"
+    if quantizer.stored_witness:
+        return f"quantizer {quantizer.name!r} stores a witness, which kernels read in a packed pool alone"
+    return None
+
+
+def by_triton(device: str) -> bool:
+    """Whether the kernels are Triton's, which refuse what they cannot do."""
+    return device != "cpu" or interpreting()
+
+
+def has_pages(policy: Policy, geometry: Geometry, pool: Pool) -> bool:
+    """Whether kernels can read a pool where it lies."""
+    layers = policy.meter.layers_of(geometry.layers)
+    return isinstance(pool, PagedPool) and all(pool.pages(layer) is not None for layer in layers)
 
 
 class ByTorchWhereExact:
@@ -94,15 +139,11 @@ class ByTorchWhereExact:
 
 
 def _packed(
-    policy: Policy, geometry: Geometry, layers: Buffers, encoder: Encoder, num_metered: int
+    policy: Policy, geometry: Geometry, layers: Buffers, encoder: Encoder, num_metered: int, by_torch: str | None
 ) -> tuple[PackedStorage, Acts]:
     cache = PackedKV(layers, encoder.pass_ids, encoder.dither_key, geometry.kv_head_ids, geometry.rotary)
     kernels = None
-    if (
-        kernels_serve(geometry.device)
-        and not geometry.latent
-        and (not policy.repairs or isinstance(encoder.quantizer, Int8Dither))
-    ):
+    if by_torch is None:
         _check_kernels_can(policy, encoder.quantizer)
         kernels = PackedKernels(cache, geometry, encoder, policy.meter.form)
     if not policy.repairs:
@@ -128,15 +169,13 @@ def _check_kernels_can(policy: Policy, quantizer: Quantizer) -> None:
         )
 
 
-def _summer(policy: Policy, geometry: Geometry, pool: Pool, quantizer: Quantizer, store: WitnessStore) -> Summer:
-    """By `certify` where kernels run, can read the pool, and know all that the policy asks for; else in torch."""
+def _summer(policy: Policy, geometry: Geometry, pool: Pool, store: WitnessStore, by_torch: str | None) -> Summer:
+    """By `certify` where kernels know all that the policy asks for; else in torch."""
     layers, form = policy.meter.layers_of(geometry.layers), policy.meter.form
-    unknown = policy.sketch_bits or form == "extremal" or quantizer.stored_witness
-    if not kernels_serve(geometry.device) or unknown or not isinstance(pool, PagedPool):
+    if by_torch is not None:
         return TorchSums(form)
-    if any(pool.pages(layer) is None for layer in layers):
-        return TorchSums(form)
-    return KernelSums(geometry, pool, store, layers, form)
+    gathers = not has_pages(policy, geometry, pool)
+    return KernelSums(geometry, pool, store, layers, form, gathers=gathers)
 
 
 def _repairer(policy: Policy, store: StoredErrors, copies: ExactCopies, num_layers: int) -> BlockRepairer:

@@ -11,12 +11,14 @@ from witcert_core.serving.storage.attended import Storage
 
 
 class Cache:
-    """storage: where tokens are written and attended to. acts: what is done about rows of the `metered_layers`."""
+    """storage: where tokens are written and attended to. acts: what is done about rows of the `metered_layers`.
+    kernels: which ones do it, or why plain torch does, for people."""
 
-    def __init__(self, storage: Storage, acts: Acts, metered_layers: frozenset[int]) -> None:
+    def __init__(self, storage: Storage, acts: Acts, metered_layers: frozenset[int], kernels: str) -> None:
         self.storage = storage
         self.acts = acts
         self.metered_layers = metered_layers
+        self.kernels = kernels
 
     def begin_pass(self, now: Pass) -> None:
         self.storage.begin_pass(now)

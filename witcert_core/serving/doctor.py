@@ -16,10 +16,12 @@ import torch
 
 from witcert_core.cache.capacity import side_bytes_per_head
 from witcert_core.cache.schedule import QuantizeSchedule
+from witcert_core.kernels.host.dispatch import serving_kernels
 from witcert_core.policy import entry_points
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.layout import KVLayout
 from witcert_core.report.text import format_bytes
+from witcert_core.serving.build import why_torch
 from witcert_core.serving.hub import unreachable_hub
 from witcert_core.serving.models.served import ServedModel, model_checks
 from witcert_core.serving.refusals import Refusal
@@ -123,6 +125,13 @@ def verdict(model: ServedModel, rows: Sequence[Refusal[Any]]) -> list[Finding]:
             return [finding]
         passed.append(finding)
     return [finding for finding in passed if finding.subject in ("model", "head size")]
+
+
+def kernels(policy: Policy, device: str, *channels: int) -> Finding:
+    """What would write and read the cache; channels: of the model's heads, where it is known."""
+    if why := why_torch(policy, device, *channels):
+        return Finding("note", "kernels", f"plain torch serves: {why}")
+    return Finding("ok", "kernels", serving_kernels(device))
 
 
 def coverage(model: ServedModel) -> Iterator[Finding]:

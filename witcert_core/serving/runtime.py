@@ -268,5 +268,6 @@ class Runtime:
             "bytes_audit_copies": sum(storage.bytes_audit for storage in storages),
             "gate": self.policy.gate.kind,
             "storage": self.policy.quantizer.storage,
+            "kernels": "; ".join(dict.fromkeys(group.cache.kernels for group in self.groups)),
             **said,
         }

@@ -86,7 +86,7 @@ class StepCells:
     def settle(self) -> None:
         """Take the bounds of all layers at once; the one place where sums of a device are waited for."""
         for summed, layers in ((self.summed, self.layers), (self.deterministic_summed, self.deterministic_layers)):
-            found = bound_cells([settled(sums) for sums in summed.values()])
+            found = bound_cells(settled(list(summed.values())))
             layers |= dict(zip(summed, found, strict=True))
             summed.clear()
 

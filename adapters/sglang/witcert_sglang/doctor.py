@@ -21,6 +21,7 @@ from witcert_core.serving import (
     broken,
     checked,
     coverage,
+    kernels,
     private_names,
     refuse,
     refused,
@@ -107,6 +108,7 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
         yield asked
         return
     yield from coverage(model)
+    yield kernels(policy, device, model.head_dim)
     yield asked
     if device != "cpu":
         yield Finding("note", "flags", "start the server with --attention-backend triton --disable-cuda-graph")

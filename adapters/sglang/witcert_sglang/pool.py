@@ -62,6 +62,10 @@ class EnginePool(SlotPool):
             k, v = k.float() * k_scale, v.float() * v_scale  # as kernels do, in float32
         return k, v
 
+    def pages(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """None where the numbers in the buffers are not those that attention reads."""
+        return None if self.pool.is_quantized_kv_cache or layer in self.scales else super().pages(layer)
+
     def stored(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Without scales of the layer; a pool with scales of its own is unpacked for these slots only."""
         pool = self.pool

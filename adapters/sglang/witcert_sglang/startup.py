@@ -10,7 +10,15 @@ from typing import Any
 
 from witcert_core import Policy
 from witcert_core.errors import UnsupportedError
-from witcert_core.serving import check_served, check_writable, refuse, refuse_on_error, unreadable, unreadable_errors
+from witcert_core.serving import (
+    check_served,
+    check_writable,
+    prepare_kernels,
+    refuse,
+    refuse_on_error,
+    unreadable,
+    unreadable_errors,
+)
 from witcert_sglang import http
 from witcert_sglang.refusals.model import ARCH_ROWS, ROWS, SglangModel
 from witcert_sglang.refusals.server import Server, check_model_path, check_options, check_port
@@ -35,6 +43,7 @@ class MainProcess:
         if self.policy.report.jsonl:
             refuse_on_error(check_writable, self.policy.report.jsonl)
         refuse_on_error(check_port, args.host, args.port)
+        prepare_kernels(args.device)
 
     def after_launch(self, result: Any, *_args: Any, **_kwargs: Any) -> None:
         self.expect_meter(result[3].scheduler_infos)

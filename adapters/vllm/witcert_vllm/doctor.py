@@ -14,6 +14,7 @@ from witcert_core.serving import (
     Signature,
     broken,
     coverage,
+    kernels,
     private_names,
     refused,
     sharing,
@@ -66,5 +67,6 @@ def of_model(path: str, policy: Policy) -> Iterator[Finding]:
     if refused(findings):
         return
     yield from coverage(model)
+    yield kernels(policy, model.device, model.head_dim)
     if untried := untried_device(model.device):
         yield Finding("note", "device", untried)

@@ -9,7 +9,7 @@ from vllm.config.kv_transfer import KVTransferConfig
 
 from witcert_core import Policy
 from witcert_core.errors import WitCertError
-from witcert_core.serving import check_served, check_writable, in_one_line, refuse_on_error
+from witcert_core.serving import check_served, check_writable, in_one_line, prepare_kernels, refuse_on_error
 from witcert_vllm.backend import STOCK, take_over
 from witcert_vllm.installation import current
 from witcert_vllm.refusals.model import ROWS, VllmModel
@@ -57,6 +57,7 @@ def _after(policy: Policy, config: Any) -> Any:
     check_config(Resolved(config, policy, STOCK))
     if policy.report.jsonl:
         check_writable(policy.report.jsonl)
+    prepare_kernels(config.device_config.device_type)
     parallel, scheduler = config.parallel_config, config.scheduler_config
     parallel.worker_cls = WORKERS[parallel.worker_cls]
     kind = "MeteredAsyncScheduler" if scheduler.async_scheduling else "MeteredScheduler"

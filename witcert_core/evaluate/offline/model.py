@@ -12,6 +12,7 @@ import torch
 from witcert_core.errors import InputError, UnsupportedError, did_you_mean, listed
 from witcert_core.evaluate.extras import require
 from witcert_core.evaluate.offline import bridge, latent
+from witcert_core.kernels.host.dispatch import prepare_kernels
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.hub import unreachable_hub
 from witcert_core.serving.models.attention import ModelAttention, describe
@@ -99,6 +100,7 @@ def load_model(path: str, dtype: str = "auto") -> LoadedModel:
     except (OSError, ValueError) as error:
         raise InputError(f"no model in {path!r}: {why(path, error)}") from error
     shape = check_config(config, path)
+    prepare_kernels("cpu")
     transformers.utils.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")

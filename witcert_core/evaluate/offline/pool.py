@@ -26,6 +26,10 @@ class TensorPool:
         """k [S, Hkv, D] and v [S, Hkv, Dv], copies, of `slots` [S]."""
         return self._k[layer][slots], self._v[layer][slots]
 
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Pages of one token: the pool itself, [SLOTS, 1, Hkv, D] and [SLOTS, 1, Hkv, Dv]."""
+        return self._k[layer][:, None], self._v[layer][:, None]
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k [S, Hkv, D] and v [S, Hkv, Dv] into `slots` [S]."""
         self._k[layer][slots] = k.to(self._k[layer])

@@ -2,7 +2,8 @@
 
 ``triton`` needs a GPU, or a CPU with ``TRITON_INTERPRET=1`` (tests). ``cpu`` is compiled on first use and needs a
 C++ compiler. ``reference`` is torch in float64 and runs anywhere. ``auto`` takes the one that its tensors' device has
-and refuses where that cannot run: a slow path is only taken when asked for.
+and refuses where that cannot run: a slow path is only taken when asked for. A server asks first
+(`without_kernels`), and says what it found.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.kernels.native import build
 from witcert_core.meter.kernel_error import KernelArithmetic
 
 BACKENDS = ("auto", "triton", "cpu", "reference")
@@ -24,9 +26,27 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def kernels_serve(device: str) -> bool:
-    """Whether what lies on `device` is read by kernels: on a GPU, or anywhere under the interpreter."""
-    return device != "cpu" or interpreting()
+def without_kernels(device: str, *channels: int) -> str | None:
+    """Why heads of `channels` that lie on `device` are left to plain torch; None where kernels take them.
+
+    On a CPU the kernels are compiled by this call, where nobody did that before.
+    """
+    if device != "cpu" or interpreting():
+        return None
+    return build.unfit(*channels) or build.not_compiled()
+
+
+def prepare_kernels(device: str) -> None:
+    """Begin to compile what `device` will need, while an engine starts."""
+    if device == "cpu" and not interpreting():
+        build.compile_meanwhile()
+
+
+def serving_kernels(device: str) -> str:
+    """What the kernels on `device` are, in a few words for people."""
+    if interpreting():
+        return "Triton, interpreted"
+    return "Triton" if device != "cpu" else f"compiled for this processor ({build.instructions()})"
 
 
 def resolve(backend: str, device: torch.device) -> str:
@@ -80,9 +100,12 @@ def weights_are_cast(dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and not interpreting()
 
 
-def own_arithmetic(dtype: torch.dtype) -> KernelArithmetic:
-    """What these kernels do with weights and outputs for queries of a dtype: exact float16 values meet float16."""
-    if not weights_are_cast(dtype):
+def own_arithmetic(dtype: torch.dtype, device: torch.device) -> KernelArithmetic:
+    """What these kernels do with weights and outputs for queries of a dtype: exact float16 values meet float16.
+
+    Those compiled for CPUs multiply float32 weights with float32 values, whatever the dtype of the queries.
+    """
+    if device.type == "cpu" or not weights_are_cast(dtype):
         return KernelArithmetic((), dtype)
     exact = (torch.float16,) if dtype == torch.float16 else ()
     return KernelArithmetic((torch.bfloat16, *exact), dtype)

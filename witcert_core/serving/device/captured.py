@@ -104,6 +104,6 @@ class CapturedCells:
                     form=form,
                     has_sink=fact.has_sink,
                     v_dim=fact.v_dim,
-                    arithmetic=own_arithmetic(fact.dtype),
+                    arithmetic=own_arithmetic(fact.dtype, self.acc.device),
                 )
         return found

@@ -1,8 +1,8 @@
 """Rows over an engine's own pages, summed up by the `certify` kernel.
 
 The engine attends with its own kernel; this one reads the same keys and values and the witnesses beside them, and adds
-how far the engine's weights can be from its own. Nothing is gathered, and a kernel keeps the witnesses. On a GPU, or on
-a CPU under TRITON_INTERPRET=1.
+how far the engine's weights can be from its own. Nothing is gathered where the pool has pages that kernels read, and a
+kernel keeps the witnesses.
 """
 
 from __future__ import annotations
@@ -74,10 +74,20 @@ def _record(side: LayerWitness, write: Write) -> None:
 
 
 class KernelSums:
-    """`Summer` on the device, over the pages of `pool` and the side tensors of `store`."""
+    """`Summer` on the device, over the pages of `pool` and the side tensors of `store`.
+
+    gathers: the pool has no pages that kernels read; the tokens of metered requests are copied out of it.
+    """
 
     def __init__(
-        self, geometry: Geometry, pool: PagedPool, store: WitnessStore, layers: Sequence[int], form: str
+        self,
+        geometry: Geometry,
+        pool: Pool,
+        store: WitnessStore,
+        layers: Sequence[int],
+        form: str,
+        *,
+        gathers: bool = False,
     ) -> None:
         self.geometry = geometry
         self.pool = pool
@@ -85,7 +95,8 @@ class KernelSums:
         self.form = form
         self.bands = store.bands
         self._rows: Rows | None = None
-        self.page_size = self._pages(layers[0])[0].shape[1] if layers else 1
+        self.gathers = gathers
+        self.page_size = 1 if gathers or not layers else self._pages(layers[0])[0].shape[1]
         # A dithered cache in a 32-bit pool has no witness: its radius covers the storage already.
         shape = (geometry.num_slots, geometry.num_kv_heads, self.bands.num_bands)
         bare = any(store[layer].witness is None for layer in layers)
@@ -95,7 +106,7 @@ class KernelSums:
 
     def sums(self, attended: Attended, now: Pass, deltas: Sequence[float]) -> DeviceSums:
         call, rows = attended.call, self._rows_of(now)
-        k, v = self._pages(call.layer)
+        k, v = self._read(call.layer, rows)
         side, spec = self.store[call.layer], call.spec
         witness = self.no_witness if side.witness is None else side.witness
         if witness is None:
@@ -104,15 +115,15 @@ class KernelSums:
         arithmetic = spec.kernel(q.dtype, k.dtype, v.dtype)
         law: dict[str, Any] = {}
         if isinstance(side, DitherSlots):
-            law = {"steps": self._paged(side.scales), "delta_loc": rows.deltas if any(deltas) else rows.nothing}
+            law = {"steps": self._paged(side.scales, rows), "delta_loc": rows.deltas if any(deltas) else rows.nothing}
         found = certify(
             q if q.dtype == k.dtype or k.dtype in FP8 else q.float(),
             (k, v),
-            self._paged(witness),
+            self._paged(witness, rows),
             rows.table,
             self.bands,
             max_kv_len=rows.max_kv_len,
-            value_witness=self._paged(side.value_witness[..., None]),
+            value_witness=self._paged(side.value_witness[..., None], rows),
             row_request=rows.request,
             row_position=rows.position,
             sm_scale=spec.sm_scale,
@@ -140,7 +151,9 @@ class KernelSums:
         if self._rows is None or self._rows.now is not now:
             device, plan = now.device, now.plan
             read = plan.metered_requests()
-            table, longest = token_pages(read, device, self.page_size)
+            counts = torch.tensor([slots.numel() for slots in read])
+            places = torch.arange(int(counts.sum())).split(counts.tolist()) if self.gathers else read
+            table, longest = token_pages(places, device, self.page_size)
 
             def column(values: list[int]) -> Tensor:
                 return torch.tensor(values, dtype=torch.int32).to(device)
@@ -158,12 +171,21 @@ class KernelSums:
             )
         return self._rows
 
+    def _read(self, layer: int, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Keys and values as the page table of `rows` names them, [P, N, Hkv, ...]."""
+        if not self.gathers:
+            return self._pages(layer)
+        k, v = self.pool.read(layer, rows.slots)
+        return k.contiguous()[:, None], v.contiguous()[:, None]
+
     def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        found = self.pool.pages(layer)
+        found = self.pool.pages(layer) if isinstance(self.pool, PagedPool) else None
         if found is None:
             raise RuntimeError(f"layer {layer}: the pool has no pages that kernels can read")
         return found
 
-    def _paged(self, side: Tensor) -> Tensor:
-        """A side tensor [SLOTS, ...] in the pool's pages, [P, N, ...]."""
+    def _paged(self, side: Tensor, rows: Rows) -> Tensor:
+        """A side tensor [SLOTS, ...] as what `_read` gives, [P, N, ...]."""
+        if self.gathers:
+            return side[rows.slots][:, None]
         return side.view(-1, self.page_size, *side.shape[1:])

@@ -2,7 +2,7 @@
 
 Decode rows, and chunks under `prefill_reads: stored`, go through the decode kernel; a chunk that reads its own exact
 keys goes through the extend kernel, over its prefix, and is packed afterwards. A request whose prefix another one
-computes in the same pass is attended after that one is packed. On a GPU, or on a CPU under TRITON_INTERPRET=1 (tests).
+computes in the same pass is attended after that one is packed.
 """
 
 from __future__ import annotations
@@ -189,7 +189,9 @@ class PackedKernels:
     @staticmethod
     def _as_kernels_attend(call: AttentionCall) -> AttentionCall:
         sinks = None if call.spec.sinks is None else call.spec.sinks.float()
-        return replace(call, spec=replace(call.spec, sinks=sinks, arithmetic=own_arithmetic(call.q.dtype)))
+        return replace(
+            call, spec=replace(call.spec, sinks=sinks, arithmetic=own_arithmetic(call.q.dtype, call.q.device))
+        )
 
     def _grouped(self, now: Pass, requests: Iterable[int]) -> list[Group]:
         """Single stored tokens together, chunks of stored tokens one by one, exact chunks together; wave by wave."""
@@ -326,7 +328,7 @@ class PackedKernels:
             form=self.form,
             has_sink=call.spec.has_sink,
             v_dim=self.geometry.v_head_dim,
-            arithmetic=own_arithmetic(call.q.dtype),
+            arithmetic=own_arithmetic(call.q.dtype, call.q.device),
         )
 
     def _counts(self, now: Pass, window_left: int) -> tuple[list[int], Tensor]:

@@ -7,6 +7,7 @@ Shapes: R rows, H query heads, Dv channels of an output.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -60,8 +61,9 @@ class DeviceSums:
 Sums = Summed | DeviceSums
 
 
-def settled(sums: Sums) -> Summed:
-    """The sums of a layer in float64 terms, on the host.
+def settled(layers: Sequence[Sums]) -> list[Summed]:
+    """The sums of some layers in float64 terms, on the host; alike ones at once, which are many operations on few
+    numbers.
 
     The accumulators stay float32: their rounding is that of fp32 sums (`sums.SUM_SLACK`). They are of the weights that
     the kernel computed, and each radius holds how it computed them; the engine's weights, where another kernel made
@@ -69,35 +71,55 @@ def settled(sums: Sums) -> Summed:
     what was handed on is known, which is at most `output_error` from it. That itself needs the norm from above, which
     no mean of values passes.
     """
+    found: list[Summed] = []
+    for _, group in itertools.groupby(layers, key=_kind):
+        found += _settled_alike(list(group))
+    return found
+
+
+def _kind(sums: Sums) -> object:
+    """Equal for sums that are settled at once; those that are settled already are left apart."""
     if isinstance(sums, Summed):
-        return sums
-    mine = sums.on_host()
-    arithmetic, has_sink = mine.arithmetic, mine.has_sink
-    visible = torch.tensor(list(mine.num_visible), dtype=torch.int64)
-    seen = visible.double()[:, None]
-    handed_on = mine.norm.double()
-    if mine.omega is None:
+        return id(sums)
+    return sums.acc.shape, sums.omega is None, sums.form, sums.has_sink, sums.v_dim, sums.arithmetic
+
+
+def _settled_alike(layers: list[Sums]) -> list[Summed]:
+    mine = [sums.on_host() for sums in layers if isinstance(sums, DeviceSums)]
+    if not mine:
+        return [sums for sums in layers if isinstance(sums, Summed)]
+    arithmetic, has_sink, v_dim = mine[0].arithmetic, mine[0].has_sink, mine[0].v_dim
+    visible = torch.tensor([list(one.num_visible) for one in mine], dtype=torch.int64)
+    seen = visible.double()[..., None]
+    acc = torch.stack([one.acc for one in mine])
+    handed_on = torch.stack([one.norm for one in mine]).double()
+    omegas = [one.omega for one in mine if one.omega is not None]
+    if omegas:
+        extra = odds_moved(torch.stack(omegas).double() * (1.0 + 2.0**-20), seen).nan_to_num(nan=1.0)
+    else:
         own = math.tanh(0.5 * arithmetic.cast_radius) * (1.0 + 2.0**-36)
         extra = torch.full(handed_on.shape, own, dtype=torch.float64)
-    else:
-        extra = odds_moved(mine.omega.double() * (1.0 + 2.0**-20), seen).nan_to_num(nan=1.0)
     # TV between the accumulators' weights and those that met V, but for what float16 lost.
     extra = (extra + lost_weight(seen, arithmetic)).clamp(max=1.0)
-    most = value_sizes(mine.acc, torch.zeros_like(handed_on), has_sink)["mean_norm"]
+    most = value_sizes(acc, torch.zeros_like(handed_on), has_sink)["mean_norm"]
     for _ in range(2):  # the second time with what the first said of the norm
-        sizes = value_sizes(mine.acc, most, has_sink)
-        error = output_error(extra, **sizes, num_tokens=seen, v_dim=mine.v_dim, arithmetic=arithmetic)
+        sizes = value_sizes(acc, most, has_sink)
+        error = output_error(extra, **sizes, num_tokens=seen, v_dim=v_dim, arithmetic=arithmetic)
         most = torch.minimum(most, handed_on * (1.0 + NORM_SLACK) + error)
     below = (handed_on * (1.0 - NORM_SLACK) - error).nan_to_num(nan=0.0).clamp(min=0.0)
     none = torch.zeros_like(below)
     unknown = torch.full_like(below, float("inf"))  # directions: sums do not tell them
-    square = mine.acc[..., AccField.V2].double()
-    return Summed(
-        terms=Terms(mine.acc, extra, below, none, below, none, none, square, unknown, error),
-        form=mine.form,
-        has_sink=has_sink,
-        num_visible=visible,
-        num_quantized=mine.num_quantized.repeat_interleave(below.shape[1] // mine.num_quantized.shape[1], 1),
-        audit=mine.audit,
-        delta_loc=torch.tensor(list(mine.delta_loc), dtype=torch.float64),
-    )
+    square = acc[..., AccField.V2].double()
+    terms = [acc, extra, below, none, below, none, none, square, unknown, error]
+    return [
+        Summed(
+            terms=Terms(*(term[i] for term in terms)),
+            form=one.form,
+            has_sink=has_sink,
+            num_visible=visible[i],
+            num_quantized=one.num_quantized.repeat_interleave(below.shape[2] // one.num_quantized.shape[1], 1),
+            audit=one.audit,
+            delta_loc=torch.tensor(list(one.delta_loc), dtype=torch.float64),
+        )
+        for i, one in enumerate(mine)
+    ]
