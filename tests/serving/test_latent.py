@@ -126,6 +126,17 @@ def test_sketches_of_latents() -> None:
     assert float(sketched) < float(without)
 
 
+def test_samples_know_the_truth_of_latents() -> None:
+    engine = LatentEngine("int4_token_group", meter={"audit_every": 0, "audit_share": 1.0, "sketch_share": 1.0})
+    engine.step(20)
+    for _ in range(3):
+        step, _ = engine.step(1)
+        tv, out = engine.truth(engine.length - 1)
+        torch.testing.assert_close(step.truths[LAYER].tv[0], tv, atol=1e-5, rtol=0.0)
+        torch.testing.assert_close(step.truths[LAYER].out[0], out, atol=1e-4, rtol=0.0)
+        assert bool((tv <= step.sketched[LAYER].tv[0]).all())
+
+
 def test_a_gate_restores_rows_whole() -> None:
     gate = {"kind": "certified", "tau": 0.02, "tau_out": 0.05, "block_size": 4}
     engine = LatentEngine("int4_token_group", gate=gate)
