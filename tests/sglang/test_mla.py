@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Metered, write_policy
+from conftest import write_policy
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool, ReqToTokenPool
@@ -196,13 +196,20 @@ def test_a_server_of_a_tiny_checkpoint(ranks: int, tmp_path: Path) -> None:
     bind = "|".join(str(core) for core in range(ranks))
     environment = {"PYTHONPATH": path, "SGLANG_CPU_OMP_THREADS_BIND": bind}
     options = ["--dtype", "float32", "--tp-size", str(ranks)]
-    prompt = "".join(chr(97 + i * 7 % 26) for i in range(60))
-    with running_server(model, policy=policy, log=tmp_path / "log", options=options, environment=environment) as server:
-        asked = Metered(server, jsonl)
-        answers = [asked.generate(text, max_new_tokens=6, ignore_eos=True) for text in (prompt, prompt + "xyz")]
-    assert "latent cache" in (tmp_path / "log").read_text()
+    prompt = [1] + [3 + i * 7 % 300 for i in range(60)]
+    sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    log = tmp_path / "log"
+    with (
+        running_server(model, policy=policy, log=log, options=options, environment=environment) as server,
+        server.client() as client,
+    ):
+        bodies = ({"input_ids": ids, "sampling_params": sampling} for ids in (prompt, [*prompt, 5, 6, 7]))
+        answers = [client.post("/generate", json=body).raise_for_status().json() for body in bodies]
+    assert "latent cache" in log.read_text()
     for answer in answers:
         found = answer["meta_info"]["witcert"]
         assert found["audit"]["violations"] == found["audit"]["mismatches"] == 0 < found["audit"]["outputs"]
         assert found["cells_measured"] == found["rows_metered"] * 2 * 4 > 0
+    rows = [answer["meta_info"]["witcert"]["rows_metered"] for answer in answers]
     assert answers[1]["meta_info"]["cached_tokens"] > 0
+    assert rows[1] > rows[0]  # those of its chunk, over a cached prefix
