@@ -77,6 +77,7 @@ def held(engine: LatentEngine, decoded: int = 12) -> int:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_bounds_hold_in_float64(name: str, dtype: torch.dtype) -> None:
     engine = LatentEngine(name, dtype)
+    assert engine.runtime.groups[0].cache.kernels.startswith("plain torch: ")
     assert held(engine) >= 12 * HEADS
     assert not torch.equal(engine.pool.rows[engine.slots[:20]], engine.exact[:20])
 

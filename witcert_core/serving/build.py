@@ -57,7 +57,7 @@ def build_cache(
     """
     metered = frozenset(policy.meter.layers_of(geometry.layers))
     by_torch = why_torch(policy, geometry.device, geometry.head_dim, geometry.v_head_dim)
-    if by_torch is None and geometry.latent and (isinstance(pool, Mapping) or not by_triton(geometry.device)):
+    if by_torch is None and geometry.latent:
         by_torch = "kernels do not read values out of latent keys"
     if by_torch is None and not isinstance(pool, Mapping) and by_triton(geometry.device):
         by_torch = None if has_pages(policy, geometry, pool) else "the pool has no pages that kernels read"
