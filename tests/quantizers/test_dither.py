@@ -239,3 +239,16 @@ def test_zero_keys_are_exact() -> None:
 def test_counters_that_would_wrap_are_refused(row: int, layer: int, head: int) -> None:
     with pytest.raises(InputError, match=r"pass ids|layer|head id"):
         dither.dither_vectors(KEY, torch.tensor([row]), layer, [head], 32)
+
+
+@pytest.mark.parametrize("layer", [0, 5, 31, 32, 63, 2**32 - 1])
+def test_the_dither_of_one_pass_is_that_of_several_and_of_a_device(layer: int) -> None:
+    """Layers of a pass are drawn together on the host; what is drawn depends on nothing but its own counter."""
+    key, heads, ids = DitherKey(3, 4), [2, 7], torch.tensor([9, 9, 9])
+    alone = dither.dither_vectors(key, ids, layer, heads, 40)
+    among = dither.dither_vectors(key, torch.tensor([9, 11]), layer, heads, 40)
+    elsewhere = dither.dither_vectors(key, ids.to("meta"), layer, heads, 40)
+    assert alone.shape == elsewhere.shape == (3, 2, 40)
+    assert torch.equal(alone, among[:1].expand(3, -1, -1))
+    assert not torch.equal(among[0], among[1])
+    assert not torch.equal(alone, dither.dither_vectors(key, ids, layer - 1 if layer else 1, heads, 40))

@@ -7,6 +7,7 @@ All tokens written in one forward pass share a dither vector ``u``; a pass id na
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ FP16_MAX = torch.finfo(torch.float16).max
 
 HALF_STEP_MARGIN = 1.0 + 2.0**-15
 """A dequantized key in fp32 may be this much more than half a step away: division, sum and product round."""
+LAYERS_AT_ONCE = 32
+"""Whose dither is drawn together on the host, for the passes that write now."""
 _NORM_UP = 1.0 + 2.0**-40
 """Covers the float64 rounding of a norm over one group."""
 
@@ -102,21 +105,39 @@ def dither_vectors(key: DitherKey, pass_ids: Tensor, layer: int, head_ids: Seque
         if not 0 <= value <= _WORD:
             raise InputError(f"{name} is {value}; it must be a uint32 counter word")
     # A device is not waited for: whoever writes there counts passes and stops in time (`Runtime.begin`).
-    on_host = pass_ids.device.type == "cpu" and pass_ids.numel() > 0
-    if on_host and not 0 <= int(pass_ids.min()) <= int(pass_ids.max()) <= MAX_PASS_ID:
+    if pass_ids.device.type != "cpu" or not pass_ids.numel():
+        return _drawn(key, pass_ids, torch.tensor(layer, device=pass_ids.device), head_ids, head_dim)
+    passes, which = torch.unique(pass_ids.to(torch.int64), return_inverse=True)
+    first, last = int(passes[0]), int(passes[-1])
+    if not 0 <= first <= last <= MAX_PASS_ID:
         raise InputError(
-            f"pass ids run from {int(pass_ids.min())} to {int(pass_ids.max())}; "
-            f"beyond 0..{MAX_PASS_ID} a row would repeat, so refuse the write"
+            f"pass ids run from {first} to {last}; beyond 0..{MAX_PASS_ID} a row would repeat, so refuse the write"
         )
+    if first != last:
+        return _drawn(key, passes, torch.tensor(layer), head_ids, head_dim)[which]
+    # What a pass writes: its other layers come next, and drawing is many operations on few numbers.
+    block, row = divmod(layer, LAYERS_AT_ONCE)
+    return _of_pass(key, first, block, tuple(head_ids), head_dim)[row].expand(pass_ids.numel(), -1, -1)
+
+
+@functools.lru_cache(maxsize=8)
+def _of_pass(key: DitherKey, pass_id: int, block: int, head_ids: tuple[int, ...], head_dim: int) -> Tensor:
+    """``[LAYERS_AT_ONCE, H, D]`` of layers ``block * LAYERS_AT_ONCE`` and on. Nobody may write to it."""
+    layers = torch.arange(block * LAYERS_AT_ONCE, (block + 1) * LAYERS_AT_ONCE)
+    return _drawn(key, torch.tensor(pass_id), layers, head_ids, head_dim)
+
+
+def _drawn(key: DitherKey, pass_ids: Tensor, layers: Tensor, head_ids: Sequence[int], head_dim: int) -> Tensor:
+    """``[N, H, D]`` for ids and layers, int64 ``[N]`` each, or one of them for all."""
     device = pass_ids.device
     blocks = -(-head_dim // 16)
-    ids = pass_ids.to(torch.int64).reshape(-1, 1, 1)
+    ids, layers = (x.to(torch.int64).reshape(-1, 1, 1) for x in (pass_ids, layers))
     heads = torch.as_tensor(list(head_ids), dtype=torch.int64, device=device).reshape(1, -1, 1)
     block = torch.arange(blocks, device=device).reshape(1, 1, -1)
-    words = philox4x32((ids, torch.tensor(layer, device=device), heads, block), key.words())
+    words = philox4x32((ids, layers, heads, block), key.words())
     shifts = torch.arange(0, 32, 8, device=device)
     byte = (torch.stack(words, dim=-1)[..., None] >> shifts) & 0xFF
-    flat = byte.reshape(ids.shape[0], heads.shape[1], blocks * 16)[..., :head_dim]
+    flat = byte.reshape(-1, heads.shape[1], blocks * 16)[..., :head_dim]
     return (flat.to(torch.float32) + 0.5) / 256.0 - 0.5
 
 
