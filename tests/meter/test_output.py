@@ -108,6 +108,15 @@ def test_a_sink_brings_the_zero_vector() -> None:
     assert output_bound(kernel, meter(acc)[0], compressed.norm(dim=-1), has_sink=True).item() >= moved
 
 
+def test_a_token_whose_weight_a_kernel_lost_may_become_the_output() -> None:
+    """All weight on a sink, the other token's flushed to 0 and its radius beyond what a float32 growth holds."""
+    field = dict(ETA=1e16, Q=1e16, M=300.0, P_H=0.9997, C_H=2.0**-20, ETA_R=1e16, Q_R=1e16, M_R=300.0, MASS_R=2.0**-120)
+    acc = torch.zeros(1, len(AccField))
+    for name, value in {**field, "LOG_A": 300.0, "V_RADIUS": 5.0}.items():
+        acc[0, AccField[name]] = value
+    assert float(output_bound(acc, meter(acc)[0], torch.zeros(1), has_sink=True)) >= 5.0
+
+
 def test_single_precision_accumulators_are_read_with_their_own_slack() -> None:
     """Every sum anywhere within its slack: the bound is never below the one of the exact sums."""
     gen = torch.Generator().manual_seed(3)

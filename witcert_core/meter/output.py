@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from witcert_core.meter.bounds.shared import RESULT_UP
+from witcert_core.meter.bounds.shared import MAX_RADIUS, RESULT_UP
 from witcert_core.meter.sums import SUM_SLACK, AccField
 
 
@@ -23,7 +23,8 @@ def output_bound(
     * ``TV (R + max rho - min rho) + sqrt(TV E)``, where no value is further than ``R`` from some centre, and the mean
       square of these distances is ``E``: what weight moves *from* lies where the weights p~ are;
     * ``sqrt(Q) min(A, 1 / sqrt(1 - Q)) (sqrt(sum p~ ||v~||^2 - ||o~||^2) + sqrt(sum p~ rho^2 - (sum p~ rho)^2))``.
-      Without the second root it is wrong: the weights move towards tokens whose value radius is larger;
+      Without the second root it is wrong: the weights move towards tokens whose value radius is larger. Kernels hold
+      no growth beyond ``e^80``, so this form says nothing where a radius is above :data:`MAX_RADIUS`;
     * ``moved``, of `directional.moved`.
 
     Args:
@@ -56,6 +57,7 @@ def output_bound(
     q = field[..., AccField.Q]
     left = torch.where(q < 1.0, 1.0 / (1.0 - q).clamp(min=1e-300).sqrt(), float("inf"))
     by_variance = torch.minimum(1.0 + field[..., AccField.ETA], left) * q.sqrt() * (spread_v + spread_rho)
+    by_variance = torch.where(field[..., AccField.M] <= MAX_RADIUS, by_variance, float("inf"))
 
     least = torch.full_like(norm, float("inf"))
     for form in (by_mass, by_place, by_variance, moved):

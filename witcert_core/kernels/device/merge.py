@@ -163,8 +163,8 @@ def merge_meter(splits, acc, inverse, blind, seen, SINK: tl.constexpr):
         m_r = tl.maximum(m_r, tl.where(sink_is_h, 0.0, _SINK_RADIUS))
         rho_min = 0.0
 
-    lost = tl.maximum(seen, 1).to(tl.float32) * _LOST
-    lost = tl.where(m_r == 0.0, 0.0, lost)
+    lost_at_all = tl.maximum(seen, 1).to(tl.float32) * _LOST
+    lost = tl.where(m_r == 0.0, 0.0, lost_at_all)
     g_lost = growth_of(m_r)
     g_h = growth_of(c_h)
     p_h = tl.maximum(heaviest, 0.0) * inverse
@@ -176,9 +176,9 @@ def merge_meter(splits, acc, inverse, blind, seen, SINK: tl.constexpr):
     m = tl.maximum(m_r, c_h)
     log_a = tl.minimum(log1p_up(eta), m)
     log_a = tl.where(log_a != log_a, m, log_a)
-    v2 = v2 * inverse * _UP
-    rho1 = rho1 * inverse * _UP
-    rho2 = rho2 * inverse * _UP
+    v2 = v2 * inverse * _UP + lost_at_all * v_max * v_max
+    rho1 = rho1 * inverse * _UP + lost_at_all * rho_max
+    rho2 = rho2 * inverse * _UP + lost_at_all * rho_max * rho_max
     keys = mass_r + eta_r + q_r + p_h + g_h + m
     wrong = blind | (keys != keys)
     values = v2 + rho1 + rho2 + v_max + rho_max

@@ -329,16 +329,20 @@ struct Merged {
     }
     const Sums& s = sums;
     const double inverse = 1.0 / s.mass, cap = SQUARE_MAX;
-    const double lost = s.most == 0.0f ? 0.0 : (double)std::max<int64_t>(num_visible, 1) * LOST_WEIGHT;
+    const double lost_at_all = (double)std::max<int64_t>(num_visible, 1) * LOST_WEIGHT;
+    const double lost = s.most == 0.0f ? 0.0 : lost_at_all;
     const double g_lost = grown(s.most), g_h = grown(s.heaviest_c), p_h = std::max(s.heaviest, 0.0) * inverse;
     const double mass_r = s.rest * inverse * SUM_UP + lost, eta_r = s.eta * inverse * SUM_UP + lost * g_lost;
     const double q_r = s.q * inverse * SUM_UP + lost * g_lost * std::min(g_lost, cap);
     const double eta = eta_r + p_h * g_h * SUM_UP, q = q_r + p_h * g_h * std::min(g_h, cap) * SUM_UP;
     const double m = std::max(s.most, s.heaviest_c), log_a = std::min(std::log1p(eta) * (1.0 + 0x1p-15), m);
     const double about[10] = {eta, q, m, p_h * (1.0 - 0x1p-12), s.heaviest_c, eta_r, q_r, s.most, mass_r, log_a};
-    const double of_values[6] = {s.v2 * inverse * SUM_UP,     s.rho1 * inverse * SUM_UP,
-                                 s.rho2 * inverse * SUM_UP,   s.rho_max * SUM_UP,
-                                 s.rho_min * (1.0 - 0x1p-12), std::sqrt((double)s.v_max) * SUM_UP};
+    const double of_values[6] = {s.v2 * inverse * SUM_UP + lost_at_all * s.v_max,
+                                 s.rho1 * inverse * SUM_UP + lost_at_all * s.rho_max,
+                                 s.rho2 * inverse * SUM_UP + lost_at_all * s.rho_max * s.rho_max,
+                                 s.rho_max * SUM_UP,
+                                 s.rho_min * (1.0 - 0x1p-12),
+                                 std::sqrt((double)s.v_max) * SUM_UP};
     bool known = !s.v_unknown;
     for (double x : of_values) known &= x < (double)INF;
     for (int i = 0; i < 10; i++) acc[i] = about[i] == about[i] ? (float)about[i] : INF;
