@@ -171,8 +171,8 @@ def audit_call(seed: int) -> Audit:
     window, cap = number(g, (-1, -1, 40)), number(g, (0.0, 0.0, 20.0))
     sinks = torch.randn(heads, generator=g) if number(g, (False, False, True)) else None
     options: dict[str, Any] = {"window_left": window, "logits_soft_cap": cap, "sinks": sinks, "backend": "cpu"}
-    requests = Requests(*(5 * (exact_k.double(),)), window, cap, sinks)
-    requests = replace(requests, exact_v=exact_v.double())
+    k, v = exact_k.double(), exact_v.double()
+    requests = Requests(k, k, v, k, v, window, cap, sinks)
     call = _packed if seed % 2 else _pool
     return call(seed, g, requests, (exact_k, exact_v), table, slots, heads, options)
 
@@ -199,9 +199,17 @@ def _packed(
     pass_ids[slots] = torch.where(torch.arange(length) < length * 2 // 3, own[:, :1], own)
     head_ids = torch.arange(kv_heads, dtype=torch.int32) + 3
     common: dict[str, Any] = {"layer": LAYER, "head_ids": head_ids, "witness": witness, "backend": "cpu"}
-    flat = [x.flatten(0, 1) for x in exact]
-    writing = (*flat, (codes[0], codes[1]), *scales, pass_ids)
-    append_int8(*writing, dither_key=KEY, slot_mapping=slots.flatten(), **common)
+    append_int8(
+        exact[0].flatten(0, 1),
+        exact[1].flatten(0, 1),
+        (codes[0], codes[1]),
+        scales[0],
+        scales[1],
+        pass_ids,
+        dither_key=KEY,
+        slot_mapping=slots.flatten(),
+        **common,
+    )
 
     place = slots // PAGE, slots % PAGE
     ids = (pass_ids[slots].to(torch.int64) & 0xFFFFFFFF).flatten()
@@ -213,8 +221,18 @@ def _packed(
     along = torch.zeros(batch, kv_heads, dim) if likely else (stored_k - exact[0].double())[:, token[0]]
     q = hostile_queries(batch, heads, dim, g, along).to(exact[0].dtype)
     delta = torch.full((batch,), DELTA if likely else 0.0)
-    pool = ((codes[0], codes[1]), *scales, table, pass_ids)
-    _, _, acc = decode_int8(q, *pool, key=KEY, max_kv_len=length, delta_loc=delta, **{**common, **options})
+    _, _, acc = decode_int8(
+        q,
+        (codes[0], codes[1]),
+        scales[0],
+        scales[1],
+        table,
+        pass_ids,
+        key=KEY,
+        max_kv_len=length,
+        delta_loc=delta,
+        **{**common, **options},
+    )
     tv = meter(acc)[0]
     requests = replace(requests, q=q.double(), stored_k=stored_k, stored_v=stored_v)
     return requests.compare(tv, acc, tv, seed)
@@ -248,8 +266,16 @@ def _pool(
     witness = torch.full((*shape, bands.num_bands), 255, dtype=torch.uint8)
     value_witness = torch.full((*shape, 1), 255, dtype=torch.uint8)
     sides = witness.flatten(0, 1), value_witness.flatten(0, 1)[..., 0]
-    tokens = [x.flatten(0, 1) for x in (*exact, *stored)]
-    record_witness(*tokens, *sides, slots.flatten(), bands, backend="cpu")
+    record_witness(
+        exact[0].flatten(0, 1),
+        exact[1].flatten(0, 1),
+        stored[0].flatten(0, 1),
+        stored[1].flatten(0, 1),
+        *sides,
+        slots.flatten(),
+        bands,
+        backend="cpu",
+    )
     token = torch.randint(length, (1,), generator=g)
     along = (stored[0].double() - exact[0].double())[:, token[0]]
     q = hostile_queries(batch, heads, dim, g, along).to(exact[0].dtype)
