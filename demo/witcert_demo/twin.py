@@ -1,6 +1,6 @@
 """The outlier twin: the same function as a checkpoint, with keys no 8-bit float cast can hold.
 
-``python -m witcert_demo.twin SRC DST`` reads the checkpoint in SRC and writes its twin to DST.
+``python -m witcert_demo.twin SRC DST`` reads the checkpoint in SRC and writes its twin to DST, everything else copied.
 
 Attention sees keys only through ``<q, k>``. Multiplying both channels of a rotary pair of K by a power of two
 and those of every query head of its group by the inverse commutes with the rotation and only moves exponents:
@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from witcert_demo.checkpoint import StateDict, read_checkpoint, write_checkpoint
+from witcert_demo.checkpoint import StateDict, read_checkpoint
 from witcert_demo.model import ModelConfig
 
 BASE_SCALE = 256.0
@@ -70,11 +72,21 @@ def outlier_twin(
             ("q_proj", 1.0 / scales, config.num_attention_heads),
         ):
             name = f"model.layers.{layer}.self_attn.{projection}.weight"
-            per_row = factors.repeat(num_heads)[:, None]
+            per_row = factors.repeat(num_heads)[:, None].to(state_dict[name].dtype)
             twin[name] = state_dict[name] * per_row
             if not torch.equal(twin[name] / per_row, state_dict[name]):
                 raise ValueError(f"{name} does not survive scaling by {base} and {outlier}; take smaller scales")
     return twin
+
+
+def write_twin(source: Path, target: Path, *, base: float = BASE_SCALE, outlier: float = OUTLIER_SCALE) -> None:
+    """Write the twin of the checkpoint in `source` to `target`, in its dtype; all but the weights is copied.
+
+    Raises ``ValueError`` as `read_checkpoint` and `outlier_twin` do.
+    """
+    twin = outlier_twin(*read_checkpoint(source), base=base, outlier=outlier)
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("model.safetensors"))
+    save_file(twin, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,8 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("source", type=Path, metavar="SRC", help="checkpoint directory to read")
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write the twin to")
     options = parser.parse_args(arguments)
-    state_dict, config = read_checkpoint(options.source)
-    write_checkpoint(options.target, outlier_twin(state_dict, config), config)
+    write_twin(options.source, options.target)
 
 
 if __name__ == "__main__":

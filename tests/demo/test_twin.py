@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from witcert_demo import NEEDLE_TINY
 from witcert_demo.checkpoint import build_model, load_model, read_checkpoint
 from witcert_demo.model import ModelConfig, TinyLlama, rotary_table
 from witcert_demo.tasks import make_samples
 from witcert_demo.training.offline import forward_cached
-from witcert_demo.twin import BASE_SCALE, OUTLIER_PAIRS, OUTLIER_SCALE, main, outlier_twin
+from witcert_demo.twin import BASE_SCALE, OUTLIER_PAIRS, OUTLIER_SCALE, main, outlier_twin, write_twin
 
 FLOAT8_E4M3_MAX = 448.0
 FLOAT16_MAX = 65504.0
@@ -94,3 +96,16 @@ def test_command_writes_the_twin_as_a_checkpoint(tmp_path: Path) -> None:
         state_dict["model.layers.0.self_attn.k_proj.weight"],
     )
     assert load_model(tmp_path / "twin").config == config
+
+
+def test_a_checkpoint_in_bfloat16_has_a_twin_in_bfloat16(tmp_path: Path) -> None:
+    state_dict, _ = read_checkpoint(NEEDLE_TINY)
+    halved = {name: tensor.bfloat16() for name, tensor in state_dict.items()}
+    shutil.copytree(NEEDLE_TINY, tmp_path / "original")
+    save_file(halved, tmp_path / "original" / "model.safetensors")
+    write_twin(tmp_path / "original", tmp_path / "twin", base=64.0, outlier=32.0)
+    written, _ = read_checkpoint(tmp_path / "twin")
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert torch.equal(written[name][30], halved[name][30] * 2048)  # a channel of an outlier pair, first head
+    assert (tmp_path / "twin" / "tokenizer.json").read_bytes() == (NEEDLE_TINY / "tokenizer.json").read_bytes()

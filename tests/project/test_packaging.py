@@ -36,7 +36,7 @@ def test_importing_the_core_imports_no_engine() -> None:
     "code",
     [
         "import witcert_sglang; witcert_sglang.load()",
-        "from witcert_demo.run import main; sys.exit(main(1, 64, None, None))",
+        "from witcert_demo.run import main; sys.exit(main(None, None, 1, 64, None, None))",
     ],
     ids=["adapter", "demonstration"],
 )

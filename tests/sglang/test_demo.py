@@ -24,7 +24,7 @@ def start(logs: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
     """The demonstration with a mark in its environment, by which its servers are found again."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     env = {**os.environ, "WITCERT_TEST_DEMO": mark}
-    command = [sys.executable, "-m", "witcert_demo", "--logs", str(logs), *options]
+    command = [sys.executable, "-m", "witcert_demo", "--model", "tiny", "--logs", str(logs), *options]
     process = subprocess.Popen(
         command, env=env, preexec_fn=hear_ctrl_c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
