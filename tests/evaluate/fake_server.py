@@ -78,6 +78,9 @@ class Handler(BaseHTTPRequestHandler):
         place = options.get("--place", "metadata")
         if broken == "refusing":
             self.reply({"message": "no room"}, 500)
+        elif self.path == "/v1/chat/completions":
+            text = "wrong" if raw else answer(body["messages"][0]["content"])
+            self.reply({"choices": [{"message": {"content": text}}], place: found})
         else:
             self.reply({"choices": [{"text": "wrong" if raw else answer(body["prompt"])}], place: found})
 

@@ -195,3 +195,14 @@ def test_a_signal_while_a_server_is_started_waits_until_it_can_be_stopped(
     finally:
         signal.signal(sent, before)
     assert started[0].poll() is not None
+
+
+def test_questions_of_a_chat_go_to_the_chat_route_and_are_not_mixed_with_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--quantizers", "fp8_e4m3_cast", "--modes", "gated"]
+    assert main(command(tmp_path, *options, "--chat")) == 0
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert row["score"]["value"] == 1.0
+    assert main(command(tmp_path, *options)) == 2
+    assert "with chat True, this run has None" in capsys.readouterr().err

@@ -33,6 +33,7 @@ Source = Annotated[str, typer.Option(help="Task source; auto: the first that fit
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the samples and of the bootstrap.")]
 Dtype = Annotated[str, typer.Option(help="Of the model: auto (its own), float32, bfloat16 or float16.")]
 PolicyFile = Annotated[Path | None, typer.Option(help="Policy file for everything but the quantizer.")]
+Chat = Annotated[bool, typer.Option(help="Put each question into the model's chat template.")]
 Plot = Annotated[bool, typer.Option(help="Also draw figures (needs matplotlib).")]
 
 
@@ -68,6 +69,7 @@ def ruler(
     server_options: Annotated[
         str, typer.Option(help="Options of those servers, quoted: '--attention-backend triton --disable-cuda-graph'.")
     ] = "",
+    chat: Chat = False,
     plot: Plot = True,
 ) -> None:
     """Answers, certificates and repairs of each quantizer: raw, gated and exact, on the same samples.
@@ -96,6 +98,7 @@ def ruler(
         plot=plot,
         engine=engine,
         server_options=split_options(server_options),
+        chat=chat,
     )
     try:
         evaluate(wanted, console())
@@ -160,6 +163,7 @@ def coverage(
     source: Source = "auto",
     seed: Seed = 0,
     dtype: Dtype = "auto",
+    chat: Chat = False,
     plot: Plot = True,
 ) -> None:
     """Share of cells that each form of the bound certifies on the same radii, over tau and delta, by layer and head."""
@@ -169,7 +173,7 @@ def coverage(
     specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
     chosen = [parse_probability(text) for text in split(deltas)] or list(DELTAS)
     analyses.prepare(specs, out, plot=plot)
-    inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed)
+    inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed, chat)
     found = analyses.analyse_coverage(inputs, specs, chosen, console())
     analyses.write_coverage(found, out, console(), plot=plot)
 
@@ -188,13 +192,14 @@ def analyse(kind: Literal["trust", "layers"], text: str) -> None:
         source: Source = "auto",
         seed: Seed = 0,
         dtype: Dtype = "auto",
+        chat: Chat = False,
         plot: Plot = True,
     ) -> None:
         from witcert_core.evaluate import analyses
 
         specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
         analyses.prepare(specs, out, plot=plot)
-        inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed)
+        inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed, chat)
         run, write = analyses.ANALYSES[kind]
         write(run(inputs, specs, console()), out, console(), plot=plot)
 
@@ -205,7 +210,9 @@ analyse(
 analyse("layers", "Contaminate one layer at a time, then all, then growing prefixes: answers lost, NLL, KL.")
 
 
-def open_inputs(model: str, dtype: str, source: str, tasks: str, lengths: str, samples: int, seed: int) -> Inputs:
+def open_inputs(
+    model: str, dtype: str, source: str, tasks: str, lengths: str, samples: int, seed: int, chat: bool
+) -> Inputs:
     """The model and its samples, from what was written on the command line."""
     from witcert_core.evaluate.analyses import open_inputs as opened
 
@@ -217,6 +224,7 @@ def open_inputs(model: str, dtype: str, source: str, tasks: str, lengths: str, s
         lengths=parse_lengths(lengths),
         count=samples,
         seed=seed,
+        chat=chat,
     )
 
 

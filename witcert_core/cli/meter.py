@@ -17,11 +17,16 @@ VIOLATED = 1
 
 def show(
     model: Annotated[str, typer.Option(help="Checkpoint directory or hub id; runs on the CPU with transformers.")],
-    prompts: Annotated[Path, typer.Option(help='A prompt a line, or .jsonl with {"prompt": ...} a line.')],
+    prompts: Annotated[
+        Path, typer.Option(help='A prompt a line, or .jsonl with {"prompt": ...} or {"messages": [...]} a line.')
+    ],
     quantizer: Annotated[str | None, typer.Option(help="Name, parameters after a colon: NAME:param=value.")] = None,
     policy: Annotated[Path | None, typer.Option(help="Policy file; --quantizer replaces its quantizer.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="The first one is not read from the cache.")] = 32,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    chat: Annotated[
+        bool, typer.Option(help="Put each prompt into the model's chat template, as what a user says.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A line with prompt, answer and summary instead.")] = False,
 ) -> None:
     """Answer each prompt from a quantized cache and print what the meter saw; exit 1 if an audit failed."""
@@ -31,11 +36,12 @@ def show(
     texts = read_prompts(prompts)
     out = console()
     violations = 0
-    answers = meter(model, chosen, texts, max_new_tokens=max_new_tokens, dtype=dtype)
+    answers = meter(model, chosen, texts, max_new_tokens=max_new_tokens, dtype=dtype, chat=chat)
     for prompt, (text, summary) in zip(texts, answers, strict=True):
         violations += summary["audit"]["violations"] + summary["audit"]["mismatches"]
         if as_json:
-            typer.echo(json.dumps({"prompt": prompt, "answer": text, "summary": summary}))
+            asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
+            typer.echo(json.dumps({**asked, "answer": text, "summary": summary}))
             continue
         out.print(text, markup=False)
         out.print(render_table(summary))

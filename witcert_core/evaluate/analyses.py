@@ -48,15 +48,30 @@ class Inputs:
 
 
 def open_inputs(
-    model: str, *, dtype: str, source: str, tasks: Sequence[str], lengths: Sequence[int], count: int, seed: int
+    model: str,
+    *,
+    dtype: str,
+    source: str,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    count: int,
+    seed: int,
+    chat: bool = False,
 ) -> Inputs:
-    """Load the model and make its samples."""
-    loaded = load_model(model, dtype)
+    """Load the model and make its samples; chat: they are put into its chat template."""
+    loaded = load_model(model, dtype, chat=chat)
     chosen = choose_source(source, loaded.tokenizer)
     names = choose_tasks(chosen, tasks)
     loaded.check_lengths(lengths)
     samples = forced_samples(loaded, chosen, names, lengths, count, seed)
-    about = {"model": loaded.name, "source": chosen.name, "tasks": list(names), "lengths": list(lengths)}
+    about: dict[str, Any] = {
+        "model": loaded.name,
+        "source": chosen.name,
+        "tasks": list(names),
+        "lengths": list(lengths),
+    }
+    if chat:
+        about["chat"] = True
     return Inputs(loaded, samples, {**about, "samples": count, "seed": seed}, seed)
 
 

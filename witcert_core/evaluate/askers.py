@@ -71,7 +71,12 @@ class OfflineAsker:
         self._loaded = loaded
         self._policy = build_policy(base, spec, mode)  # refused now, not after hours
         dtype = str(loaded.model.dtype).removeprefix("torch.")
-        self.settings: Mapping[str, Any] = {"engine": self.engine, "dtype": dtype, **deciding(self._policy)}
+        self.settings: Mapping[str, Any] = {
+            "engine": self.engine,
+            "dtype": dtype,
+            **chatting(loaded.chat),
+            **deciding(self._policy),
+        }
         self._max_tokens = max_tokens
         self._running: OfflineEngine | None = None
 
@@ -90,9 +95,12 @@ class OfflineAsker:
 
 
 class UrlAsker:
-    """A running server with OpenAI's completions route; what it meters is read from `/witcert/status`."""
+    """A running server with OpenAI's routes; what it meters is read from `/witcert/status`.
 
-    def __init__(self, url: str, parallel: int = 4) -> None:
+    chat: samples are what a user says; the server puts them into its model's chat template.
+    """
+
+    def __init__(self, url: str, parallel: int = 4, chat: bool = False) -> None:
         httpx = require("httpx")
         if not url.startswith(("http://", "https://")):
             raise InputError(f"url is {url!r}; write it with its scheme: http://HOST:PORT")
@@ -102,6 +110,7 @@ class UrlAsker:
         self._client = httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S, headers=headers)
         self.url = url
         self.parallel = parallel
+        self.chat = chat
         models = self._get("/v1/models").json()["data"]
         self.model: str = models[0]["id"]
         self.model_path: str = models[0].get("root") or self.model
@@ -111,7 +120,7 @@ class UrlAsker:
         self.quantizer: str = (self.status or {}).get("quantizer", EXACT)
         self.mode: Mode = "exact" if self.quantizer == EXACT else "raw" if gate == "observe" else "gated"
         known = {key: self.status[key] for key in OF_A_STATUS if key in self.status} if self.status else {}
-        self.settings: Mapping[str, Any] = {"engine": self.engine, **known}
+        self.settings: Mapping[str, Any] = {"engine": self.engine, **chatting(chat), **known}
 
     def open(self) -> None:
         """The server is running already."""
@@ -122,12 +131,12 @@ class UrlAsker:
     def ask(self, sample: EvalSample, request_id: str) -> Reply:
         body = {
             "model": self.model,
-            "prompt": sample.prompt,
             "max_tokens": sample.max_new_tokens,
             "temperature": 0,
         }
+        asked = {"messages": [{"role": "user", "content": sample.prompt}]} if self.chat else {"prompt": sample.prompt}
         try:
-            response = self._client.post("/v1/completions", json=body)
+            response = self._client.post(f"/v1/{'chat/' if self.chat else ''}completions", json={**body, **asked})
             response.raise_for_status()
         except self._refused as error:
             said = " ".join(error.response.text.split())[:300]
@@ -142,7 +151,8 @@ class UrlAsker:
             raise UnsupportedError(
                 f"{self.url}: is metered but returned no summary; set report.per_request to true in its policy"
             )
-        return Reply(data["choices"][0]["text"], summary)
+        choice = data["choices"][0]
+        return Reply(choice["message"]["content"] or "" if self.chat else choice["text"], summary)
 
     def _get(self, route: str) -> Any:
         try:
@@ -166,6 +176,11 @@ class UrlAsker:
         if response.status_code in (401, 403):
             raise InputError(f"{self.url}/witcert/status: {response.status_code} for the key in {KEY_VARIABLE}")
         return response.json() if response.status_code == 200 else None
+
+
+def chatting(chat: bool) -> dict[str, bool]:
+    """Of settings that answers depend on: whether samples were put into a chat template."""
+    return {"chat": True} if chat else {}
 
 
 def deciding(policy: Policy | None) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from witcert_core.errors import InputError
 from witcert_core.evaluate.offline.engine import OfflineEngine
-from witcert_core.evaluate.offline.model import load_model
+from witcert_core.evaluate.offline.model import Prompt, load_model
 from witcert_core.evaluate.settings import QuantizerSpec, base_settings, build_policy
 from witcert_core.policy.model import Policy, load_policy
 
@@ -29,8 +29,8 @@ def choose_policy(quantizer: QuantizerSpec | None, policy: Path | None) -> Polic
     return build_policy(base, quantizer, "gated" if repairs else "raw")
 
 
-def read_prompts(path: Path) -> list[str]:
-    """A prompt a line; of a file that ends in `.jsonl`, the `prompt` of each object.
+def read_prompts(path: Path) -> list[Prompt]:
+    """A prompt a line; of a file that ends in `.jsonl`, the `prompt` or the `messages` of each object.
 
     Raises:
         InputError: an unreadable file, a line without a prompt, or no prompt at all.
@@ -48,23 +48,33 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def _prompt(line: str, where: str, is_json: bool) -> str:
+def _prompt(line: str, where: str, is_json: bool) -> Prompt:
     if not is_json:
         return line
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(data, dict) or not isinstance(data.get("prompt"), str):
-        raise InputError(f'{where}: has no text under "prompt"')
-    return str(data["prompt"])
+    if isinstance(data, dict) and isinstance(data.get("prompt"), str):
+        return str(data["prompt"])
+    messages = data.get("messages") if isinstance(data, dict) else None
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise InputError(
+            f'{where}: has neither a text under "prompt" nor, under "messages", a list of objects with texts under '
+            '"role" and "content"'
+        )
+    return messages
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def meter(
-    model: str, policy: Policy, prompts: list[str], *, max_new_tokens: int, dtype: str
+    model: str, policy: Policy, prompts: Sequence[Prompt], *, max_new_tokens: int, dtype: str, chat: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Answer and summary (schema witcert.request/1) of each prompt, as they come."""
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, chat=chat)
     ids = [loaded.prompt_ids(prompt) for prompt in prompts]
     for number, one in enumerate(ids, 1):
         if not one:

@@ -34,6 +34,7 @@ class RulerRun:
 
     engine: `offline`, or `sglang` or `vllm`, started with `server_options` for each quantizer and mode. stride,
     audit_every: of the meter; None for those of the policy, or 1 without one. dtype: of the model; `auto`, its own.
+    chat: questions are put into the model's chat template.
     """
 
     model: str | None
@@ -54,6 +55,7 @@ class RulerRun:
     plot: bool = True
     engine: str = "offline"
     server_options: Sequence[str] = ()
+    chat: bool = False
 
 
 def evaluate(wanted: RulerRun, console: Console) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def _open(wanted: RulerRun) -> tuple[list[Asker], Any, str]:
     """Who is asked, the tokenizer that measures lengths, and what the model is called."""
     refuse_what_would_be_ignored(wanted)
     if wanted.url is not None:
-        server = UrlAsker(wanted.url, wanted.parallel)
+        server = UrlAsker(wanted.url, wanted.parallel, wanted.chat)
         path = wanted.model or server.model_path
         return [server], load_tokenizer(path), Path(path).name
     if wanted.model is None:
@@ -101,7 +103,7 @@ def _open(wanted: RulerRun) -> tuple[list[Asker], Any, str]:
     runs = runs_of(wanted.quantizers, wanted.modes)
     askers: list[Asker] = []
     if wanted.engine == "offline":
-        loaded = load_model(wanted.model, wanted.dtype)
+        loaded = load_model(wanted.model, wanted.dtype, chat=wanted.chat)
         loaded.check_lengths(wanted.lengths)
         room = max(wanted.lengths) + ROOM_FOR_ANSWERS
         askers += [OfflineAsker(loaded, base, spec, mode, room) for spec, mode in runs]
@@ -117,6 +119,7 @@ def _open(wanted: RulerRun) -> tuple[list[Asker], Any, str]:
             options=wanted.server_options,
             logs=wanted.out,
             parallel=wanted.parallel,
+            chat=wanted.chat,
         )
         for spec, mode in runs
     ]

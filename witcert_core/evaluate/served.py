@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from witcert_core.errors import InputError, UnsupportedError, did_you_mean, listed
-from witcert_core.evaluate.askers import Reply, UrlAsker, deciding
+from witcert_core.evaluate.askers import Reply, UrlAsker, chatting, deciding
 from witcert_core.evaluate.servers import free_port, serving
 from witcert_core.evaluate.settings import EXACT, Mode, QuantizerSpec, build_policy
 from witcert_core.evaluate.tasks import EvalSample
@@ -43,6 +43,7 @@ class ServedAsker:
         options: Sequence[str],
         logs: Path,
         parallel: int,
+        chat: bool = False,
     ) -> None:
         if engine not in COMMANDS:
             known = ("offline", *COMMANDS)
@@ -56,9 +57,10 @@ class ServedAsker:
         self.quantizer = EXACT if mode == "exact" else spec.label
         self.parallel = parallel
         self._model = model
+        self._chat = chat
         self._options = [*([] if dtype == "auto" else ["--dtype", dtype]), *options]
         self._policy = None if mode == "exact" else build_policy(base, spec, mode)
-        options_and_policy = {"server options": self._options, **deciding(self._policy)}
+        options_and_policy = {"server options": self._options, **chatting(chat), **deciding(self._policy)}
         self.settings: Mapping[str, Any] = {"engine": engine, **options_and_policy}
         self._name = f"{engine}-{self.quantizer}-{mode}".replace("/", "_")
         self._logs = logs
@@ -78,7 +80,7 @@ class ServedAsker:
         run = serving([*command, *self._options], port, env=env, log=log, timeout_s=START_TIMEOUT_S)
         with ExitStack() as stack:
             server = stack.enter_context(run)
-            self._url = UrlAsker(server.url, self.parallel)
+            self._url = UrlAsker(server.url, self.parallel, self._chat)
             told = None if self._url.status is None else (self._url.status["quantizer"], self._url.status["gate"])
             wanted = None if self._policy is None else (self._policy.quantizer.name, self._policy.gate.kind)
             if told != wanted:

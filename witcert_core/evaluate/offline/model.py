@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from witcert_core.errors import InputError, UnsupportedError, did_you_mean, listed
 from witcert_core.evaluate.extras import require
@@ -17,13 +18,18 @@ from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.hub import unreachable_hub
 from witcert_core.serving.models.attention import ModelAttention, describe
 
+Prompt = str | Sequence[Mapping[str, str]]
+"""A text, or the messages of a chat, each with its `role` and `content`."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model of transformers with its tokenizer; eos: ids that end an answer. undo: what takes hooks
-    off the model again."""
+    """A causal language model of transformers with its tokenizer.
+
+    eos: ids that end an answer. undo: what takes hooks off the model again. chat: a text is what a user says, and put
+    into the model's chat template.
+    """
 
     name: str
     model: Any
@@ -31,6 +37,7 @@ class LoadedModel:
     shape: ModelAttention
     eos: frozenset[int]
     undo: tuple[Callable[[], None], ...] = ()
+    chat: bool = False
 
     def geometry(self, num_slots: int) -> Geometry:
         """The cache of `num_slots` tokens."""
@@ -56,10 +63,23 @@ class LoadedModel:
         if most is not None and lengths and max(lengths) > most:
             raise InputError(f"length {max(lengths)} is beyond the {most} positions that {self.name} has")
 
-    def prompt_ids(self, text: str) -> list[int]:
-        """With the special tokens this model puts before a prompt."""
-        ids: list[int] = self.tokenizer.encode(text)
-        return ids
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Of a text, with the special tokens this model puts before it; of messages, as its chat template has them.
+
+        Raises:
+            InputError: messages for a model without a template, or that its template refuses.
+        """
+        if isinstance(prompt, str) and not self.chat:
+            ids: list[int] = self.tokenizer.encode(prompt)
+            return ids
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise InputError(f"{self.name} has no chat template; give it texts, without --chat")
+        try:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise InputError(f"the chat template of {self.name} refuses the messages: {first_line(error)}") from error
+        return self.answer_ids(text)  # a template writes the special tokens itself
 
     def answer_ids(self, text: str) -> list[int]:
         """Without special tokens."""
@@ -83,8 +103,8 @@ def load_tokenizer(path: str) -> Any:
         raise InputError(f"no tokenizer in {path!r}: {why(path, error)}") from error
 
 
-def load_model(path: str, dtype: str = "auto") -> LoadedModel:
-    """A checkpoint directory or hub id, on the CPU, with our attention.
+def load_model(path: str, dtype: str = "auto", *, chat: bool = False) -> LoadedModel:
+    """A checkpoint directory or hub id, on the CPU, with our attention; chat: see `LoadedModel`.
 
     Raises:
         InputError: nothing there to load.
@@ -106,7 +126,7 @@ def load_model(path: str, dtype: str = "auto") -> LoadedModel:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     except (OSError, ValueError) as error:
         raise InputError(f"no causal language model in {path!r}: {first_line(error)}") from error
-    return wrap_model(model.eval(), load_tokenizer(path), shape, Path(path).name)
+    return replace(wrap_model(model.eval(), load_tokenizer(path), shape, Path(path).name), chat=chat)
 
 
 def wrap_model(model: Any, tokenizer: Any, shape: ModelAttention, name: str) -> LoadedModel:
