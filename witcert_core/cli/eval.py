@@ -210,6 +210,31 @@ analyse(
 analyse("layers", "Contaminate one layer at a time, then all, then growing prefixes: answers lost, NLL, KL.")
 
 
+@app.command()
+def drift(
+    model: RequiredModel,
+    quantizers: Quantizers,
+    out: Out,
+    text: Annotated[Path | None, typer.Option(help="Text to score; without --prompts: Python's documentation.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Instead: prompts as for `witcert meter`, answered greedily from the exact cache."),
+    ] = None,
+    chat: Chat = False,
+    samples: Annotated[int, typer.Option(min=1, help="Windows of the text, spread evenly.")] = 16,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a window before those that are scored.")] = 256,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens scored in a window, or written after a prompt.")] = 64,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+) -> None:
+    """Measured, not bounded: KL to the exact cache's next token, likeliest tokens, log-perplexity, where texts part."""
+    from witcert_core.evaluate.drift_run import DriftRun, evaluate
+
+    specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
+    wanted = DriftRun(model, specs, out, text, prompts, chat, samples, context, tokens, seed, dtype)
+    evaluate(wanted, console())
+
+
 def open_inputs(
     model: str, dtype: str, source: str, tasks: str, lengths: str, samples: int, seed: int, chat: bool
 ) -> Inputs:

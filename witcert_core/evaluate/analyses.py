@@ -126,7 +126,7 @@ def analyse_layers(inputs: Inputs, specs: Sequence[QuantizerSpec], console: Cons
 def write_coverage(found: Mapping[str, Any], out: Path, console: Console, *, plot: bool) -> None:
     """`coverage.json`, `.md`, and figures over tau, over delta and by layer and head."""
     results = found["quantizers"]
-    _write(found, "coverage", coverage.COVERAGE_COLUMNS, coverage.coverage_rows(results), out, console)
+    write_table(found, "coverage", coverage.COVERAGE_COLUMNS, coverage.coverage_rows(results), out, console)
     if plot:
         coverage.plot_coverage(results, out / "coverage.svg")
         coverage.plot_deltas(results, out / "coverage_delta.svg")
@@ -135,7 +135,7 @@ def write_coverage(found: Mapping[str, Any], out: Path, console: Console, *, plo
 
 def write_trust(found: Mapping[str, Any], out: Path, console: Console, *, plot: bool) -> None:
     """`trust.json`, `.md` and `.svg`."""
-    _write(found, "trust", trust.TRUST_COLUMNS, trust.trust_rows(found), out, console)
+    write_table(found, "trust", trust.TRUST_COLUMNS, trust.trust_rows(found), out, console)
     if plot:
         trust.plot_trust(found["quantizers"], out / "trust.svg")
 
@@ -143,7 +143,7 @@ def write_trust(found: Mapping[str, Any], out: Path, console: Console, *, plot: 
 def write_layers(found: Mapping[str, Any], out: Path, console: Console, *, plot: bool) -> None:
     """`layers.json`, `.md` and `.svg`."""
     rows = [[name, *row] for name, result in found["quantizers"].items() for row in sweep.sweep_rows(result)]
-    _write(found, "layers", ("KV cache", *sweep.SWEEP_COLUMNS), rows, out, console)
+    write_table(found, "layers", ("KV cache", *sweep.SWEEP_COLUMNS), rows, out, console)
     if plot:
         sweep.plot_sweep(found["quantizers"], out / "layers.svg")
 
@@ -159,9 +159,10 @@ def prepare(specs: Sequence[QuantizerSpec], out: Path, *, plot: bool) -> None:
     make_directory(out)
 
 
-def _write(
+def write_table(
     found: Mapping[str, Any], name: str, columns: Sequence[str], rows: list[list[str]], out: Path, console: Console
 ) -> None:
+    """What was found as `NAME.json`, and its rows as `NAME.md` and on the console."""
     write_json(out / f"{name}.json", found)
     (out / f"{name}.md").write_text(markdown_table(columns, rows) + "\n", encoding="utf-8")
     console.print(rich_table(f"{found['about']['model']}: {name}", columns, rows))
