@@ -13,6 +13,7 @@ from witcert_demo.tasks import make_samples
 from witcert_core.cli import main
 from witcert_core.errors import InputError
 from witcert_core.evaluate.drift import answers, compare_laws, drift, drift_rows, windows
+from witcert_core.evaluate.drift_served import Scored, coarse_kl, compare_likeliest
 from witcert_core.evaluate.forcing import measuring_policy
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel
@@ -61,14 +62,14 @@ def test_texts_part_where_greedy_decoding_parts(twin: LoadedModel) -> None:
 def test_windows_are_whole_and_spread_over_the_text(original: LoadedModel) -> None:
     text = " ".join(PROMPTS)
     ids = original.answer_ids(text)
-    found = windows(original, text, "a text", count=3, context=20, tokens=12).samples
+    found = windows(original.tokenizer, text, "a text", count=3, context=20, tokens=12).samples
     assert [len(s.prompt) - len(original.prompt_ids("")) for s in found] == [20] * 3
     whole = [s.prompt[-20:] + s.answer for s in found]
     fitting = len(ids) // 32
     assert whole == [ids[32 * at : 32 * at + 32] for at in (0, fitting // 3, 2 * fitting // 3)]
-    assert len(windows(original, text, "a text", count=10_000, context=20, tokens=12).samples) == fitting
+    assert len(windows(original.tokenizer, text, "a text", count=10_000, context=20, tokens=12).samples) == fitting
     with pytest.raises(InputError, match=r"one window takes 1010; take a longer text"):
-        windows(original, text[:300], "a text", count=1, context=10, tokens=1000)
+        windows(original.tokenizer, text[:300], "a text", count=1, context=10, tokens=1000)
 
 
 def test_the_command_scores_a_text_and_answers_prompts(twin_path: Path, tmp_path: Path) -> None:
@@ -98,6 +99,8 @@ def test_the_command_scores_a_text_and_answers_prompts(twin_path: Path, tmp_path
         (["--chat"], "--chat is for --prompts"),
         (["--text", "/nowhere/text"], "/nowhere/text: cannot be read"),
         (["--quantizers", ""], "no quantizer is named"),
+        (["--url", "http://127.0.0.1:9"], "--quantizers says how a model is run"),
+        (["--quantizers", "", "--url", "http://127.0.0.1:9"], "is a server running there?"),
     ],
 )
 def test_drift_refuses_in_one_line(
@@ -107,3 +110,27 @@ def test_drift_refuses_in_one_line(
     assert main([*command, *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert why in line
+
+
+def test_the_likeliest_tokens_never_give_more_than_the_whole_kl() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gaps = []
+    for shift in (0.01, 0.3, 3.0):
+        exact = torch.randn(1000, generator=generator, dtype=torch.float64) * 3
+        laws = [torch.log_softmax(x, -1) for x in (exact, exact + shift * torch.randn(1000, generator=generator))]
+        whole = float((laws[0].exp() * (laws[0] - laws[1])).sum())
+        tops = [{int(i): float(law[i]) for i in law.topk(20).indices} for law in laws]
+        assert 0 < coarse_kl(*tops) <= whole
+        gaps.append(coarse_kl(*tops) / whole)
+    assert max(gaps) > 0.3
+    assert coarse_kl(tops[0], tops[0]) == 0.0
+
+
+def test_laws_of_a_server_are_compared_from_the_second_token_on() -> None:
+    near, far = {1: math.log(0.75), 2: math.log(0.25)}, {1: math.log(0.25), 2: math.log(0.75)}
+    exact, found = Scored([1, 1, 2], [far, near, near], {}), Scored([1, 1, 2], [near, near, far], {})
+    compared = compare_likeliest(exact, found)
+    assert compared["kl_max"] == pytest.approx(0.5 * math.log(3))
+    assert (compared["top1"], compared["first_change"], compared["tokens"]) == (0.5, 0, 3)
+    assert compared["nll"] == pytest.approx(-math.log(0.75))
+    assert exact.nll == pytest.approx(-(math.log(0.75) + math.log(0.25)) / 2)

@@ -212,9 +212,12 @@ analyse("layers", "Contaminate one layer at a time, then all, then growing prefi
 
 @app.command()
 def drift(
-    model: RequiredModel,
-    quantizers: Quantizers,
     out: Out,
+    model: Model = None,
+    url: Annotated[
+        str | None, typer.Option(help="A metered server (SGLang, vLLM) instead; it scores its own texts.")
+    ] = None,
+    quantizers: Quantizers = "",
     text: Annotated[Path | None, typer.Option(help="Text to score; without --prompts: Python's documentation.")] = None,
     prompts: Annotated[
         Path | None,
@@ -231,7 +234,7 @@ def drift(
     from witcert_core.evaluate.drift_run import DriftRun, evaluate
 
     specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
-    wanted = DriftRun(model, specs, out, text, prompts, chat, samples, context, tokens, seed, dtype)
+    wanted = DriftRun(model, url, specs, out, text, prompts, chat, samples, context, tokens, seed, dtype)
     evaluate(wanted, console())
 
 

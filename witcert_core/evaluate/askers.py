@@ -114,6 +114,7 @@ class UrlAsker:
         models = self._get("/v1/models").json()["data"]
         self.model: str = models[0]["id"]
         self.model_path: str = models[0].get("root") or self.model
+        self.owner: str = models[0].get("owned_by") or ""
         self.status = self._status()
         self.engine = "url"  # a metered server says in each summary what it is
         gate = (self.status or {}).get("gate", "observe")
@@ -135,8 +136,19 @@ class UrlAsker:
             "temperature": 0,
         }
         asked = {"messages": [{"role": "user", "content": sample.prompt}]} if self.chat else {"prompt": sample.prompt}
+        data = self.post(f"/v1/{'chat/' if self.chat else ''}completions", {**body, **asked}, request_id)
+        summary = summary_of(data)
+        if self.status is not None and summary is None:
+            raise UnsupportedError(
+                f"{self.url}: is metered but returned no summary; set report.per_request to true in its policy"
+            )
+        choice = data["choices"][0]
+        return Reply(choice["message"]["content"] or "" if self.chat else choice["text"], summary)
+
+    def post(self, route: str, body: Mapping[str, Any], request_id: str) -> dict[str, Any]:
+        """The answer of a route; UnsupportedError, which names the request, where there is none."""
         try:
-            response = self._client.post(f"/v1/{'chat/' if self.chat else ''}completions", json={**body, **asked})
+            response = self._client.post(route, json=body)
             response.raise_for_status()
         except self._refused as error:
             said = " ".join(error.response.text.split())[:300]
@@ -145,14 +157,8 @@ class UrlAsker:
             ) from error
         except self._errors as error:
             raise UnsupportedError(f"{self.url}: asking {request_id} failed: {error}") from error
-        data = response.json()
-        summary = summary_of(data)
-        if self.status is not None and summary is None:
-            raise UnsupportedError(
-                f"{self.url}: is metered but returned no summary; set report.per_request to true in its policy"
-            )
-        choice = data["choices"][0]
-        return Reply(choice["message"]["content"] or "" if self.chat else choice["text"], summary)
+        data: dict[str, Any] = response.json()
+        return data
 
     def _get(self, route: str) -> Any:
         try:

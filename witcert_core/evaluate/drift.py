@@ -21,7 +21,7 @@ from torch import Tensor
 from witcert_core.errors import InputError
 from witcert_core.evaluate.forcing import ForcedSample, hasty_policy, measuring_policy, room
 from witcert_core.evaluate.offline.engine import OfflineEngine
-from witcert_core.evaluate.offline.model import LoadedModel, Prompt
+from witcert_core.evaluate.offline.model import LoadedModel, Prompt, prompt_ids, text_ids
 from witcert_core.evaluate.records import meter_of
 from witcert_core.evaluate.settings import QuantizerSpec
 from witcert_core.evaluate.stats import mean_interval
@@ -67,15 +67,14 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}: cannot be read: {reason}") from error
 
 
-def windows(loaded: LoadedModel, text: str, name: str, *, count: int, context: int, tokens: int) -> Texts:
+def windows(tokenizer: Any, text: str, name: str, *, count: int, context: int, tokens: int) -> Texts:
     """`count` windows spread evenly over `text`, each `context` tokens that are read exactly and `tokens` after them.
 
     Raises:
-        InputError: a text of fewer tokens than one window, or windows longer than the model has positions for.
+        InputError: a text of fewer tokens than one window.
     """
-    special = loaded.prompt_ids("")
-    ids, size = loaded.answer_ids(text), context + tokens
-    loaded.check_lengths([len(special) + size])
+    special = prompt_ids(tokenizer, "", name, chat=False)
+    ids, size = text_ids(tokenizer, text), context + tokens
     fitting = len(ids) // size
     if not fitting:
         raise InputError(
@@ -100,19 +99,30 @@ def answers(loaded: LoadedModel, prompts: Sequence[Prompt], name: str, tokens: i
     Raises:
         InputError: no answer has a second token, which is the first that is read from a cache.
     """
-    ids = [loaded.prompt_ids(prompt) for prompt in prompts]
-    for number, one in enumerate(ids, 1):
-        if not one:
-            raise InputError(f"{name}: prompt {number} has no tokens; write a prompt or leave it out")
+    ids = encode_all(loaded.tokenizer, prompts, name, chat=loaded.chat)
     longest = max(map(len, ids)) + tokens
     loaded.check_lengths([longest])
     engine = OfflineEngine(loaded, hasty_policy(spec, ()), longest)
     written = [engine.generate(f"prompt-{i}", one, tokens).ids for i, one in enumerate(ids)]
     samples = [ForcedSample("prompt", one, answer) for one, answer in zip(ids, written, strict=True) if len(answer) > 1]
-    if not samples:
-        raise InputError(f"{name}: the model ends every answer at its first token; nothing is read from a cache")
+    check_some(samples, name)
     about = {"prompts": name, "tokens": tokens, "chat": loaded.chat, "left_out": len(ids) - len(samples)}
     return Texts(samples, True, about)
+
+
+def encode_all(tokenizer: Any, prompts: Sequence[Prompt], name: str, *, chat: bool) -> list[list[int]]:
+    """Tokens of each prompt; InputError for one without any."""
+    ids = [prompt_ids(tokenizer, prompt, name, chat=chat) for prompt in prompts]
+    for number, one in enumerate(ids, 1):
+        if not one:
+            raise InputError(f"{name}: prompt {number} has no tokens; write a prompt or leave it out")
+    return ids
+
+
+def check_some(samples: Sequence[object], name: str) -> None:
+    """InputError where no answer has a second token, the first that is read from a cache."""
+    if not samples:
+        raise InputError(f"{name}: the model ends every answer at its first token; nothing is read from a cache")
 
 
 def drift(
@@ -124,6 +134,7 @@ def drift(
 ) -> dict[str, Any]:
     """Drift of each quantizer (schema witcert.drift/1); `done` is called after every sample."""
     size = room(texts.samples)
+    loaded.check_lengths([size])
     exact = OfflineEngine(loaded, hasty_policy(specs[0], ()), size)
     engines = {spec.label: OfflineEngine(loaded, measuring_policy(spec, audit_every=0), size) for spec in specs}
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in engines}

@@ -69,27 +69,37 @@ class LoadedModel:
         Raises:
             InputError: messages for a model without a template, or that its template refuses.
         """
-        if isinstance(prompt, str) and not self.chat:
-            ids: list[int] = self.tokenizer.encode(prompt)
-            return ids
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise InputError(f"{self.name} has no chat template; give it texts, without --chat")
-        try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
-            raise InputError(f"the chat template of {self.name} refuses the messages: {first_line(error)}") from error
-        return self.answer_ids(text)  # a template writes the special tokens itself
+        return prompt_ids(self.tokenizer, prompt, self.name, chat=self.chat)
 
     def answer_ids(self, text: str) -> list[int]:
         """Without special tokens."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return text_ids(self.tokenizer, text)
 
     def decode(self, ids: list[int]) -> str:
         """Without special tokens."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+
+def prompt_ids(tokenizer: Any, prompt: Prompt, name: str, *, chat: bool) -> list[int]:
+    """See `LoadedModel.prompt_ids`; name: of the model, for what is refused."""
+    if isinstance(prompt, str) and not chat:
+        ids: list[int] = tokenizer.encode(prompt)
+        return ids
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError(f"{name} has no chat template; give it texts, without --chat")
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise InputError(f"the chat template of {name} refuses the messages: {first_line(error)}") from error
+    return text_ids(tokenizer, text)  # a template writes the special tokens itself
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Without special tokens."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
 
 
 def load_tokenizer(path: str) -> Any:
