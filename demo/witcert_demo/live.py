@@ -148,7 +148,6 @@ def overview(tallies: list[Tally], exact: Tally) -> Table:
         "certified, any query",
         "probabilistic tier",
         "worst bound",
-        "audited",
         "violations",
     )
     for column in columns:
@@ -164,7 +163,9 @@ def overview(tallies: list[Tally], exact: Tally) -> Table:
             "unknown" if tally.any_query_share is None else percent_down(tally.any_query_share),
             "" if tally.tier == "deterministic" or share is None else percent_down(share),
             f"{tally.worst:.3f}",
-            str(tally.audited),
-            Text(str(tally.violations), style="green" if tally.violations == 0 else "bold red"),
+            Text(
+                f"{tally.violations} of {tally.audited}",
+                style="green" if tally.violations == 0 else "bold red",
+            ),
         )
     return table
