@@ -82,6 +82,24 @@ def test_meter_answers_messages_as_it_answers_the_text_they_become(
     assert found[0]["summary"]["cells_measured"] == found[2]["summary"]["cells_measured"] > 0
 
 
+def test_prompts_side_by_side_are_answered_as_one_by_one(
+    twin_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = [make_samples("multi_key", length, 1, 7)[0].prompt for length in (64, 96, 80)]
+    (tmp_path / "texts.txt").write_text("\n".join(samples))
+    command = ["meter", "--model", str(twin_path), "--quantizer", "int8_token_group", "--max-new-tokens", "8", "--json"]
+    found = []
+    for batch in ("1", "2"):
+        assert main([*command, "--prompts", str(tmp_path / "texts.txt"), "--batch", batch]) == 0
+        found.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    one, two = found
+    assert [a["answer"] for a in one] == [b["answer"] for b in two]
+    for a, b in zip(one, two, strict=True):
+        for kind in ("rows_seen", "cells_measured", "tv_certified_cells", "finish_reason"):
+            assert a["summary"][kind] == b["summary"][kind]
+        assert b["summary"]["audit"]["violations"] == 0
+
+
 def test_analyses_ask_through_the_template_and_say_so(chat_path: Path) -> None:
     asked = {"dtype": "auto", "source": "needles", "tasks": ["multi_key"], "lengths": [64], "count": 1, "seed": 3}
     plain, chat = (open_inputs(str(chat_path), **asked, chat=chat) for chat in (False, True))  # type: ignore[arg-type]

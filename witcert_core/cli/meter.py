@@ -27,6 +27,7 @@ def show(
     chat: Annotated[
         bool, typer.Option(help="Put each prompt into the model's chat template, as what a user says.")
     ] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts answered side by side.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="A line with prompt, answer and summary instead.")] = False,
 ) -> None:
     """Answer each prompt from a quantized cache and print what the meter saw; exit 1 if an audit failed."""
@@ -36,7 +37,7 @@ def show(
     texts = read_prompts(prompts)
     out = console()
     violations = 0
-    answers = meter(model, chosen, texts, max_new_tokens=max_new_tokens, dtype=dtype, chat=chat)
+    answers = meter(model, chosen, texts, max_new_tokens=max_new_tokens, dtype=dtype, chat=chat, batch=batch)
     for prompt, (text, summary) in zip(texts, answers, strict=True):
         violations += summary["audit"]["violations"] + summary["audit"]["mismatches"]
         if as_json:

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from witcert_core.errors import InputError
 from witcert_core.evaluate.offline.engine import OfflineEngine
-from witcert_core.evaluate.offline.model import Prompt, load_model
+from witcert_core.evaluate.offline.metered import MeteredModel
+from witcert_core.evaluate.offline.model import LoadedModel, Prompt, load_model
 from witcert_core.evaluate.settings import QuantizerSpec, base_settings, build_policy
 from witcert_core.policy.model import Policy, load_policy
 
@@ -71,16 +74,55 @@ def _is_message(message: object) -> bool:
 
 
 def meter(
-    model: str, policy: Policy, prompts: Sequence[Prompt], *, max_new_tokens: int, dtype: str, chat: bool = False
+    model: str,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    dtype: str,
+    chat: bool = False,
+    batch: int = 1,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Answer and summary (schema witcert.request/1) of each prompt, as they come."""
+    """Answer (greedy decoding) and summary (schema witcert.request/1) of each prompt, as they come.
+
+    batch: prompts that are answered side by side, by the model's own `generate()`.
+    """
     loaded = load_model(model, dtype, chat=chat)
     ids = [loaded.prompt_ids(prompt) for prompt in prompts]
     for number, one in enumerate(ids, 1):
         if not one:
             raise InputError(f"prompt {number}, {prompts[number - 1]!r}, has no tokens; write a prompt or leave it out")
     loaded.check_lengths([len(one) + max_new_tokens for one in ids])
+    if batch > 1:
+        yield from _in_batches(loaded, policy, ids, max_new_tokens, batch)
+        return
     engine = OfflineEngine(loaded, policy, max(map(len, ids)) + max_new_tokens)
     for number, one in enumerate(ids):
         answer = engine.generate(f"prompt-{number}", one, max_new_tokens)
         yield answer.text, answer.summary
+
+
+def _in_batches(
+    loaded: LoadedModel, policy: Policy, ids: Sequence[list[int]], max_new_tokens: int, batch: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same, `batch` prompts at a time, the shorter ones padded before their text."""
+    parts = [ids[first : first + batch] for first in range(0, len(ids), batch)]
+    room = max(sum(len(one) + max_new_tokens for one in part) for part in parts)
+    pad = min(loaded.eos, default=0)
+    with MeteredModel(loaded.model, policy, room) as metered:
+        for part in parts:
+            longest, first = max(map(len, part)), len(metered.requests)
+            rows = torch.tensor([[pad] * (longest - len(one)) + one for one in part])
+            mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in part])
+            # Penalties are some models' default, and are none of greedy decoding.
+            out = loaded.model.generate(
+                rows,
+                attention_mask=mask,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                repetition_penalty=1.0,
+                pad_token_id=pad,
+            )
+            for answer, summary in zip(out[:, longest:].tolist(), metered.requests[first:], strict=True):
+                ends = [place for place, token in enumerate(answer) if token in loaded.eos]
+                yield loaded.decode(answer[: ends[0]] if ends else answer), summary
