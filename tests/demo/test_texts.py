@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 from witcert_demo.chat import ChatQuestion
-from witcert_demo.live import heads_map, outcome, panel
+from witcert_demo.live import heads_map, outcome, overview, panel
 from witcert_demo.tally import Asked, Tally
+from witcert_demo.tasks import make_samples
 from witcert_demo.texts import kept_words, marked
 
 
@@ -33,3 +34,18 @@ def test_texts_changed_and_facts_found_are_counted_apart() -> None:
     shown = console.export_text()
     assert "Hi [you.]" in shown
     assert "found: red" in shown
+
+
+def test_the_small_models_answers_and_heads_stand_in_tables() -> None:
+    (sample,) = make_samples("multi_key", 64, 1, 3)
+    exact = Tally("16 bit", [Asked(sample, sample.answer, True, None)])
+    other = Tally("fp8", [Asked(sample, "nonsense", False, None)], by_layer_head=[[0.125, 1.0]], tau=0.2)
+    console = Console(width=120, record=True)
+    console.print(panel(other, exact, 1))
+    console.print(overview([other], exact))
+    shown = console.export_text()
+    assert "0 of 1 answers right" in shown
+    assert "multi key" in shown
+    assert "nonsense" in shown
+    assert "0.125" in shown
+    assert "0 of 1 answers are right (16-bit cache: 1 of 1)" in other.sentence(exact)
