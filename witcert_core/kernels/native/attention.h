@@ -15,7 +15,7 @@ namespace witcert {
 
 constexpr int TILE = 64, SUB = TILE / LANES, SPLIT = 512, NUM_FIELDS = 16;
 constexpr int MAX_DIM = 256, MAX_GROUPS = MAX_DIM / 32, MAX_SIDES = 64;
-constexpr int PAIRS = 4;  // (query row, head) pairs that share a pass over a tile
+constexpr int PAIRS = LANES == 16 ? 8 : 4;  // (query row, head) pairs that share a pass over a tile
 constexpr float UP16 = 1.0f + 0x1p-16f, SOFTMAX = 0x1p-20f + 0x1p-40f, SOFTCAP = 0x1p-21f, FAR_SHARE = 0x1p-22f;
 constexpr float LOG2E = 1.44269504f, SQUARE_MAX = 2.4e17f, LOST_WEIGHT = 0x1p-120f, NO_NUMBER = __builtin_nanf("");
 constexpr double SUM_UP = 1.0 + 0x1p-12;
@@ -141,6 +141,7 @@ template <class Some>
 void by_pairs(int pairs, Some some) {
   int p = 0;
   for (; p + PAIRS <= pairs; p += PAIRS) some(std::integral_constant<int, PAIRS>(), p);
+  if (PAIRS > 4 && pairs - p >= 4) some(std::integral_constant<int, 4>(), p), p += 4;
   if (pairs - p == 3) some(std::integral_constant<int, 3>(), p);
   if (pairs - p == 2) some(std::integral_constant<int, 2>(), p);
   if (pairs - p == 1) some(std::integral_constant<int, 1>(), p);

@@ -13,8 +13,9 @@ struct Tokens : Places {
     Places::find(pages, request, a.page_size, begin, end, a.keys(), a.values());
     for (int i = 0; i < TILE; i++) pass[i] = a.pass_ids[slot[i]];
     for (int sub = 0; sub < SUB; sub++) {
-      shared[sub] = true;
-      for (int i = LANES * sub; i < LANES * (sub + 1); i++) shared[sub] &= pass[i] == pass[0];
+      vi ids;
+      std::memcpy(&ids, pass + LANES * sub, sizeof ids);
+      shared[sub] = !any(ids != splat(pass[0]));
     }
   }
 

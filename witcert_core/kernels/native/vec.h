@@ -143,7 +143,18 @@ inline vf exp2_down(vf x) {
   return x >= -126.0f ? y : splat(0.0f);
 }
 
-// e^x as 2^n (1 + rest), |x| <= 80; rest within a few 2^-24 of itself.
+// e^f - 1 for |f| <= ln(2) / 2, within a few 2^-24 of itself.
+inline vf little_growth(vf f) {
+  vf p = splat(1.9841270e-4f);
+  p = p * f + 1.3888889e-3f;
+  p = p * f + 8.3333333e-3f;
+  p = p * f + 4.1666667e-2f;
+  p = p * f + 1.6666667e-1f;
+  p = p * f + 0.5f;
+  return (p * f) * f + f;
+}
+
+// e^x as 2^n (1 + rest), |x| <= 80.
 struct Power {
   vf scale, rest;
 };
@@ -151,19 +162,15 @@ struct Power {
 inline Power power_of_e(vf x) {
   vf n = nearest(x * 1.44269504f);
   vf f = (x - n * 0.693145751953125f) - n * 1.428606765330187e-6f;
-  vf p = splat(1.9841270e-4f);
-  p = p * f + 1.3888889e-3f;
-  p = p * f + 8.3333333e-3f;
-  p = p * f + 4.1666667e-2f;
-  p = p * f + 1.6666667e-1f;
-  p = p * f + 0.5f;
-  return {power_of_two(n), (p * f) * f + f};
+  return {power_of_two(n), little_growth(f)};
 }
 
 // expm1(min(c, 80)) for c >= 0, rounded up by at most 2^-19 of itself.
 inline vf growth(vf c) {
+  constexpr float UP = 1.0000014f;
+  if (!any(c > 0.34f)) return little_growth(c) * UP;
   const Power e = power_of_e(smaller(c, splat(80.0f)));
-  return (e.rest * e.scale + (e.scale - 1.0f)) * 1.0000014f;
+  return (e.rest * e.scale + (e.scale - 1.0f)) * UP;
 }
 
 // exp(x) within 2^-20 for |x| <= 80; clamped there.
