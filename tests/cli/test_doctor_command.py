@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,15 @@ def test_findings_are_shown_and_the_policy_named(
     assert ASKED[-1:] == [(None, "int8_dither")]
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"policy   {path}", "ok       sglang: hooks: all live", "note     sglang: switch: off"]
+
+
+def test_a_configuration_alone_is_described(adapters: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3}
+    file.write_text(json.dumps({"model_type": "new", "architectures": ["NewForCausalLM"], **sizes}))
+    assert main(["doctor", "--engine", "sglang", "--model", str(file)]) == 0
+    said = "model    NewForCausalLM (new): 3 x full attention: 2 KV heads of 32 channels"
+    assert said in capsys.readouterr().out.splitlines()
 
 
 def test_the_policy_of_the_environment(

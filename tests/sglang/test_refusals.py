@@ -392,6 +392,7 @@ def model_config(**changes: Any) -> SimpleNamespace:
     fields = {
         "hf_config": hf_config,
         "hf_text_config": hf_config,
+        "model_path": "no/such/model",
         "attention_arch": AttentionArch.MHA,
         "linear_attn_registry_result": None,
         "is_draft_model": False,
@@ -414,7 +415,9 @@ def served(
     **changes: object,
 ) -> SglangModel:
     """A model of two layers with these changes, about to be served."""
-    return SglangModel(model_config(**changes), policy_of(**(policy or {})), device, backend, kv_cache_dtype)
+    return SglangModel(
+        model_config(**changes), policy_of(**(policy or {})), device, backend, kv_cache_dtype=kv_cache_dtype
+    )
 
 
 def attending(*layers: int) -> SimpleNamespace:
@@ -485,14 +488,14 @@ SERVED = {  # of the published configurations
     *("qwen25_vl_7b_flat", "qwen3_30b_a3b", "smollm3_norope"),
 }
 REFUSED = {
-    "decilm_nemotron51b": "cannot be read",
+    "decilm_nemotron51b": r"layers without a KV cache \(20 of 80\)",
     "gemma4_31b": r"several shapes \(50 x 16 KV heads of 256, 10 x 4 KV heads of 512\)",
     "gpt_oss_120b": "--disable-hybrid-swa-memory",
     "gpt_oss_120b_bf16": "--disable-hybrid-swa-memory",
     "jamba": r"layers without a KV cache \(28 of 32\)",
     "llama4_scout": r"chunked local attention of 8192 tokens \(36 of 48\)",
     "mamba2": "keeps a state a request",
-    "minimax_text": "cannot be read",
+    "minimax_text": r"layers without a KV cache \(70 of 80\)",
     "mqa_falcon7b": "FalconForCausalLM has no SGlang implementation",
     "qwen3_next_80b": r"layers without a KV cache \(36 of 48\)",
     "qwen3_next_80b_lt": r"layers without a KV cache \(36 of 48\)",
@@ -512,7 +515,7 @@ def test_the_doctor_and_the_server_have_one_verdict(path: Path) -> None:
     (finding,) = found
     assert finding.level == "refused"
     assert re.search(REFUSED[path.name], finding.text), finding.text
-    if "cannot be read" not in finding.text:
+    if path.name not in ("decilm_nemotron51b", "minimax_text"):  # which SGLang cannot read
         with pytest.raises(UnsupportedError) as raised:
             startup.check_model(policy_of(), ModelConfig(str(path)), args)
         assert str(raised.value) == finding.text

@@ -215,6 +215,7 @@ def model(text: dict[str, object] | None = None, **changes: object) -> SimpleNam
         "hf_config": SimpleNamespace(architectures=["M"]),
         "hf_text_config": SimpleNamespace(**{**TEXT, **(text or {})}),
         "use_mla": False,
+        "model": "no/such/model",
         "runner_type": "generate",
         "is_encoder_decoder": False,
         "is_diffusion": False,

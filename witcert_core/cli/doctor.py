@@ -13,13 +13,16 @@ from witcert_core.policy.loader import read_yaml
 from witcert_core.policy.model import Policy, load_policy, parse_policy
 from witcert_core.policy.presets import PRESETS, preset_text
 from witcert_core.serving.doctor import ADAPTERS, POLICY_VARIABLE, Finding, examine, installed_engines
+from witcert_core.serving.models.declared import described
 
 REFUSES = 1
 
 
 def doctor(
     engine: Annotated[str | None, typer.Option(help=f"One of {', '.join(ADAPTERS)}; all of them if left out.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model directory (or hub id) that will be served.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model directory, hub id, or a config.json alone: no weights are needed.")
+    ] = None,
     policy: Annotated[
         Path | None, typer.Option(help=f"Policy file; ${POLICY_VARIABLE} if left out, else the first preset.")
     ] = None,
@@ -30,6 +33,8 @@ def doctor(
         raise InputError(f"--engine {engine}{did_you_mean(engine, known)}; known: {listed(known)}")
     settings, origin = chosen_policy(policy)
     typer.echo(f"policy   {origin}")
+    if model is not None and (said := described(model)):
+        typer.echo(f"model    {said}")
     refused = engine is None and not installed_engines()  # nothing examined is no good news
     for name in known if engine is None else [engine]:
         for finding in examine(name, model, settings):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from witcert_core.cache.capacity import PASS_ID_BYTES, side_bytes_per_head
 from witcert_core.cache.schedule import QuantizeSchedule
@@ -19,7 +15,7 @@ from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.quantizers.base import Quantizer
 from witcert_core.quantizers.layout import KVLayout
 from witcert_core.serving.models.attention import ModelAttention, describe
-from witcert_core.serving.models.fields import text_part
+from witcert_core.serving.models.files import CONFIG, read_config
 
 DEFAULT_LAYOUTS = ("fp16", "fp8", "int8_dither", "int8_dither_w", "bypass:4")
 OF_LATENTS = DEFAULT_LAYOUTS[:-1]
@@ -50,33 +46,8 @@ def read_shape(path: Path) -> ModelAttention:
         InputError: no such file, not JSON, or a size is missing or impossible.
         UnsupportedError: a cache of something else than keys and values per head, or one that is not understood.
     """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}; give a config.json or its directory") from error
-    except (ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, or a number of thousands of digits
-        raise InputError(f"{file}: is not JSON that can be read: {error}") from error
-    for part in (settings, text_part(settings) if isinstance(settings, dict) else settings):
-        if not isinstance(part, dict):
-            raise InputError(f"{file}: {type(part).__name__} is where a mapping is expected; is this a config.json?")
-    return describe(configured(settings, file), str(file))
-
-
-def configured(settings: dict[str, Any], file: Path) -> Any:
-    """The configuration object that Transformers makes of the file, or what was read from it."""
-    kind = settings.get("model_type")
-    if not isinstance(kind, str) or find_spec("transformers") is None:
-        return settings
-    known = import_module("transformers").CONFIG_MAPPING
-    if kind not in known:
-        return settings
-    badly_typed = import_module("huggingface_hub.errors").StrictDataclassError
-    try:
-        return known[kind].from_pretrained(str(file))
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, badly_typed) as error:
-        said = " ".join(str(error).split())
-        raise InputError(f"{file}: Transformers cannot read it as a {kind} model: {said}") from error
+    file = path / CONFIG if path.is_dir() else path
+    return describe(read_config(file), str(file))
 
 
 def parse_memory(text: str) -> int:

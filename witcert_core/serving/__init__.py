@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from witcert_core.serving.doctor import checked as checked
     from witcert_core.serving.doctor import coverage as coverage
     from witcert_core.serving.doctor import kernels as kernels
+    from witcert_core.serving.doctor import model_findings as model_findings
     from witcert_core.serving.doctor import private_names as private_names
     from witcert_core.serving.doctor import refused as refused
     from witcert_core.serving.doctor import sharing as sharing
@@ -52,14 +53,18 @@ if TYPE_CHECKING:
     from witcert_core.serving.http import Answer as Answer
     from witcert_core.serving.http import Shared as Shared
     from witcert_core.serving.http import SummaryStore as SummaryStore
+    from witcert_core.serving.models.declared import DeclaredModel as DeclaredModel
+    from witcert_core.serving.models.declared import check_declared as check_declared
+    from witcert_core.serving.models.files import unreadable_errors as unreadable_errors
     from witcert_core.serving.models.kinds import KINDS as KINDS
+    from witcert_core.serving.models.served import DECLARED_ROWS as DECLARED_ROWS
     from witcert_core.serving.models.served import KIND_ROWS as KIND_ROWS
     from witcert_core.serving.models.served import LATENT_ROWS as LATENT_ROWS
     from witcert_core.serving.models.served import OUTLIER_ROWS as OUTLIER_ROWS
+    from witcert_core.serving.models.served import QUANTIZED as QUANTIZED
     from witcert_core.serving.models.served import SIZE_ROWS as SIZE_ROWS
     from witcert_core.serving.models.served import ServedModel as ServedModel
     from witcert_core.serving.models.served import check_served as check_served
-    from witcert_core.serving.models.served import unreadable_errors as unreadable_errors
     from witcert_core.serving.passes import DECOMPRESSED as DECOMPRESSED
     from witcert_core.serving.passes import RequestPass as RequestPass
     from witcert_core.serving.ranks import Ranks as Ranks
@@ -104,6 +109,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "checked",
         "coverage",
         "kernels",
+        "model_findings",
         "private_names",
         "refused",
         "sharing",
@@ -116,15 +122,18 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "witcert_core.serving.forward": ("Pass",),
     "witcert_core.serving.geometry": ("Geometry",),
     "witcert_core.serving.http": ("Answer", "META_KEY", "Shared", "SummaryStore"),
+    "witcert_core.serving.models.declared": ("DeclaredModel", "check_declared"),
+    "witcert_core.serving.models.files": ("unreadable_errors",),
     "witcert_core.serving.models.kinds": ("KINDS",),
     "witcert_core.serving.models.served": (
+        "DECLARED_ROWS",
         "KIND_ROWS",
         "LATENT_ROWS",
         "OUTLIER_ROWS",
+        "QUANTIZED",
         "SIZE_ROWS",
         "ServedModel",
         "check_served",
-        "unreadable_errors",
     ),
     "witcert_core.serving.passes": ("DECOMPRESSED", "RequestPass"),
     "witcert_core.serving.ranks": ("Ranks",),

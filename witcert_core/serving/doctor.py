@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, version
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from witcert_core.cache.capacity import side_bytes_per_head
 from witcert_core.cache.schedule import QuantizeSchedule
+from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.kernels.host.dispatch import serving_kernels
 from witcert_core.policy import entry_points
 from witcert_core.policy.model import Policy
@@ -23,6 +26,8 @@ from witcert_core.quantizers.layout import KVLayout
 from witcert_core.report.text import format_bytes
 from witcert_core.serving.build import why_torch
 from witcert_core.serving.hub import unreachable_hub
+from witcert_core.serving.models.declared import DeclaredModel
+from witcert_core.serving.models.files import CONFIG, config_file
 from witcert_core.serving.models.served import ServedModel, model_checks
 from witcert_core.serving.refusals import Refusal
 from witcert_core.serving.startup import Adapter, refuse_on_error
@@ -132,6 +137,42 @@ def kernels(policy: Policy, device: str, *channels: int) -> Finding:
     if why := why_torch(policy, device, *channels):
         return Finding("note", "kernels", f"plain torch serves: {why}")
     return Finding("ok", "kernels", serving_kernels(device))
+
+
+def of_files(file: Path, policy: Policy, rows: Sequence[Refusal[Any]]) -> list[Finding]:
+    """Verdict and coverage of a model by its files alone; InputError where these cannot be read."""
+    model = DeclaredModel.read(file, policy)
+    with suppress(UnsupportedError):  # which the verdict says
+        _ = model.attention
+    found = verdict(model, rows)
+    return found if refused(found) else [*found, *coverage(model)]
+
+
+def model_findings(
+    adapter: Adapter,
+    path: str,
+    policy: Policy,
+    rows: Sequence[Refusal[Any]],
+    asked: Callable[[str, Policy], Iterable[Finding]] | None = None,
+) -> Iterator[Finding]:
+    """What of a model would be metered: by its files alone, then as its engine reads them.
+
+    path: a directory, a hub id, or a configuration. asked: the findings of the engine for a directory or hub id; None
+    where it cannot be asked.
+    """
+    file = config_file(path)
+    alone = file is not None and (asked is None or file.name != CONFIG)
+    try:
+        found = [] if file is None else of_files(file, policy, rows)
+    except InputError as error:
+        found = [Finding("refused", "model", f"{file} cannot be read: {error}")] if alone else []
+    if refused(found):
+        yield from found
+    elif alone:
+        yield from found
+        yield Finding("note", "model", f"by {file} alone; {adapter.engine} itself was not asked")
+    elif asked is not None:
+        yield from asked(path if file is None else str(file.parent), policy)
 
 
 def coverage(model: ServedModel) -> Iterator[Finding]:

@@ -16,12 +16,14 @@ import torch
 from witcert_core import Policy
 from witcert_core.errors import WitCertError
 from witcert_core.serving import (
+    DECLARED_ROWS,
     Finding,
     Signature,
     broken,
     checked,
     coverage,
     kernels,
+    model_findings,
     private_names,
     refuse,
     refused,
@@ -46,7 +48,7 @@ def examine(model: str | None, policy: Policy) -> list[Finding]:
         warnings.simplefilter("ignore")  # SGLang warns about every accelerator it does not find
         found = list(versions(ADAPTER))
         if refused(found):
-            return found
+            return [*found, *(() if model is None else model_findings(ADAPTER, model, policy, DECLARED_ROWS))]
         only = os.environ.get(ADAPTER.chooser)
         found += switched_on(ADAPTER, [name.strip() for name in only.split(",")] if only else None)
         found += [*sharing(policy, SHARING_FLAGS), *inside(policy)]
@@ -85,7 +87,12 @@ def live_hooks(hooks: list[Hook]) -> Iterator[Finding]:
 
 
 def of_model(path: str, policy: Policy) -> Iterator[Finding]:
-    """What of this model would be metered under the policy; nothing more after the first refusal."""
+    """What of this model would be metered under the policy: by its files alone, then as SGLang reads it."""
+    return model_findings(ADAPTER, path, policy, DECLARED_ROWS, as_read)
+
+
+def as_read(path: str, policy: Policy) -> Iterator[Finding]:
+    """What of this model, as SGLang reads it, would be metered; nothing more after the first refusal."""
     from sglang.srt.configs.model_config import ModelConfig
 
     missing = checked("model", check_model_path, path)

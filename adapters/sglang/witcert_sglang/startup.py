@@ -11,6 +11,8 @@ from typing import Any
 from witcert_core import Policy
 from witcert_core.errors import UnsupportedError
 from witcert_core.serving import (
+    DECLARED_ROWS,
+    check_declared,
     check_served,
     check_writable,
     prepare_kernels,
@@ -34,6 +36,9 @@ class MainProcess:
 
     def before_resolve(self, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
         refuse_on_error(check_model_path, server_args.model_path)
+        if server_args.json_model_override_args in (None, "", "{}"):  # else its files do not say what it is
+            path, dtype = server_args.model_path, server_args.kv_cache_dtype
+            refuse_on_error(check_declared, path, self.policy, dtype, DECLARED_ROWS)
         refuse_on_error(check_kind_early, self.policy, server_args)
 
     def after_check_server_args(self, _result: Any, server_args: Any) -> None:
@@ -88,7 +93,7 @@ def checked_options(policy: Policy, server_args: Any) -> Any:
 def check_model(policy: Policy, config: Any, args: Any) -> None:
     """Raise what refuses a model (SGLang's `ModelConfig`) under the server's options as SGLang resolved them."""
     cache_dtype = "auto" if policy.meters_engine else args.kv_cache_dtype
-    check_served(SglangModel(config, policy, args.device, args.attention_backend, cache_dtype), ROWS)
+    check_served(SglangModel(config, policy, args.device, args.attention_backend, kv_cache_dtype=cache_dtype), ROWS)
 
 
 def is_main_process() -> bool:

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 
 from witcert_core import Policy
 from witcert_core.serving import (
+    DECLARED_ROWS,
     Finding,
     Signature,
     broken,
     coverage,
     kernels,
+    model_findings,
     private_names,
     refused,
     sharing,
@@ -33,7 +35,7 @@ def examine(model: str | None, policy: Policy) -> list[Finding]:
     """All findings. Without vLLM, or with another version of it, only those that need no look inside it."""
     found = list(versions(ADAPTER))
     if refused(found):
-        return found
+        return [*found, *(() if model is None else model_findings(ADAPTER, model, policy, DECLARED_ROWS))]
     only = os.environ.get(ADAPTER.chooser)
     found += switched_on(ADAPTER, None if only is None else only.split(","))
     found += [*sharing(policy, SHARING_FLAGS), *inside()]
@@ -52,7 +54,12 @@ def inside() -> Iterator[Finding]:
 
 
 def of_model(path: str, policy: Policy) -> Iterator[Finding]:
-    """What of this model would be metered under the policy; nothing more after the first refusal."""
+    """What of this model would be metered under the policy: by its files alone, then as vLLM reads it."""
+    return model_findings(ADAPTER, path, policy, DECLARED_ROWS, as_read)
+
+
+def as_read(path: str, policy: Policy) -> Iterator[Finding]:
+    """What of this model, as vLLM reads it, would be metered; nothing more after the first refusal."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 

@@ -9,7 +9,15 @@ from vllm.config.kv_transfer import KVTransferConfig
 
 from witcert_core import Policy
 from witcert_core.errors import WitCertError
-from witcert_core.serving import check_served, check_writable, in_one_line, prepare_kernels, refuse_on_error
+from witcert_core.serving import (
+    DECLARED_ROWS,
+    check_declared,
+    check_served,
+    check_writable,
+    in_one_line,
+    prepare_kernels,
+    refuse_on_error,
+)
 from witcert_vllm.backend import STOCK, take_over
 from witcert_vllm.installation import current
 from witcert_vllm.refusals.model import ROWS, VllmModel
@@ -33,27 +41,31 @@ def around_create_engine_config(original: Callable[..., Any], args: Any, *rest: 
     An error of vLLM's own in between stays vLLM's.
     """
     policy = refuse_on_error(current)
+    given = args.kv_cache_dtype  # what vLLM takes from the model's files is not the user's
     refuse_on_error(_before, policy, args)
     try:
         config = original(args, *rest, **kwargs)
     except WitCertError as error:  # of a metered class that vLLM looked up
         raise SystemExit(f"witcert: {in_one_line(error)}") from error
-    return refuse_on_error(_after, policy, config)
+    return refuse_on_error(_after, policy, config, given)
 
 
 def _before(policy: Policy, args: Any) -> None:
     """Refuses options, and puts our connector beside the user's."""
     take_over(BACKENDS)
     check_engine_args(args)
+    if not (args.hf_overrides or args.hf_config_path):  # else its files do not say what it is
+        check_declared(args.model, policy, args.kv_cache_dtype, DECLARED_ROWS)
     if not has_own(args.kv_transfer_config):
         check_connector(args.kv_transfer_config, policy)
         args.kv_transfer_config = with_connector(args.kv_transfer_config)
 
 
-def _after(policy: Policy, config: Any) -> Any:
+def _after(policy: Policy, config: Any, kv_cache_dtype: str) -> Any:
     """Refuses what vLLM made of them and of the model's files, and chooses the worker and the scheduler."""
     check_resolved(config)
-    check_served(VllmModel(config.model_config, policy, config.device_config.device_type), ROWS)
+    device = config.device_config.device_type
+    check_served(VllmModel(config.model_config, policy, device, kv_cache_dtype=kv_cache_dtype), ROWS)
     check_config(Resolved(config, policy, STOCK))
     if policy.report.jsonl:
         check_writable(policy.report.jsonl)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.conformance import check_quantizer
 from witcert_core.serving.models.attention import ModelAttention, describe
+from witcert_core.serving.models.files import declared_cache
 from witcert_core.serving.models.kinds import KINDS, NO_CACHE
 from witcert_core.serving.refusals import Refusal, refuse
 
@@ -24,11 +25,13 @@ LATENT_DIMS = range(16, 1025, 16)
 
 @dataclass(frozen=True)
 class ServedModel(ABC):
-    """A model under a policy. config: the engine's `ModelConfig`; device: what it will run on, e.g. "cpu"."""
+    """A model under a policy. config: the engine's `ModelConfig`; device: what it will run on, e.g. "cpu";
+    kv_cache_dtype: as the server was given it."""
 
     config: Any
     policy: Policy
     device: str
+    kv_cache_dtype: str = field(default="auto", kw_only=True)
 
     @property
     def name(self) -> str:
@@ -39,6 +42,11 @@ class ServedModel(ABC):
     def dtype(self) -> torch.dtype:
         found: torch.dtype = self.config.dtype
         return found
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path:
+        """Where its files are, if they are here."""
 
     @property
     @abstractmethod
@@ -66,6 +74,11 @@ class ServedModel(ABC):
         return describe(self.config.hf_config, self.name, self.config.hf_text_config)
 
     @property
+    def declared_cache(self) -> str:
+        """What its checkpoint says of a quantized cache, as messages say it; '' where it says nothing."""
+        return declared_cache(self.config.hf_config, self.folder)
+
+    @property
     def kinds(self) -> frozenset[str]:
         return self.attention.kinds
 
@@ -83,6 +96,19 @@ KIND_ROWS: tuple[Refusal[ServedModel], ...] = (
     ),
     *(KINDS[kind] for kind in ("none", "state", "shared", "chunked", "shapes")),
     *(KINDS[kind] for kind in ("diffusion", "bidirectional", "alibi")),
+)
+QUANTIZED: Refusal[ServedModel] = Refusal(
+    "a checkpoint that declares a quantized cache (`kv_cache_quant_algo` of ModelOpt, `kv_cache_scheme` of "
+    "compressed-tensors), with `--kv-cache-dtype auto` and without `quantizer.name: engine`",
+    "the engine would take that up, and quantize behind the policy's quantizer",
+    "use `--kv-cache-dtype bfloat16` under a model of that dtype, or name the cache that is declared and set "
+    "`quantizer.name` to 'engine'",
+    lambda model: (
+        not model.policy.meters_engine
+        and model.kv_cache_dtype == "auto"
+        and bool(model.declared_cache)
+        and f"{model.name} declares a quantized cache ({model.declared_cache}), with --kv-cache-dtype auto"
+    ),
 )
 _LATENT = "multi-head latent attention (MLA)"
 
@@ -152,6 +178,10 @@ SIZE_ROWS: tuple[Refusal[ServedModel], ...] = (
 )
 
 
+DECLARED_ROWS: tuple[Refusal[ServedModel], ...] = (*KIND_ROWS, QUANTIZED, KINDS["widths"], *LATENT_ROWS, *SIZE_ROWS)
+"""What every engine refuses of a model by its files alone."""
+
+
 def _outliers(model: ServedModel) -> tuple[str, int]:
     """The quantizer's name, and how many pairs of channels it keeps in 16 bit."""
     return model.policy.quantizer.name, model.policy.resolved_quantizer.bypass_pairs
@@ -207,10 +237,3 @@ def check_served(model: ServedModel, rows: Sequence[Refusal[Any]]) -> None:
     """All of `model_checks`: raises the error of the first that refuses."""
     for _subject, check in model_checks(model, rows):
         check()
-
-
-def unreadable_errors() -> tuple[type[Exception], ...]:
-    """What engines and Transformers raise over a configuration that is none, or lacks what their code asks of it."""
-    badly_typed = import_module("huggingface_hub.errors").StrictDataclassError
-    usual = (OSError, ValueError, TypeError, AttributeError, KeyError, RuntimeError, ArithmeticError, AssertionError)
-    return (*usual, badly_typed)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from witcert_core.serving import KIND_ROWS, KINDS, LATENT_ROWS, SIZE_ROWS, Refusal, ServedModel
+from witcert_core.serving import KIND_ROWS, KINDS, LATENT_ROWS, QUANTIZED, SIZE_ROWS, Refusal, ServedModel
 
 
 @dataclass(frozen=True)
 class SglangModel(ServedModel):
-    """config: SGLang's `ModelConfig`. backend, kv_cache_dtype: as the server was given them."""
+    """config: SGLang's `ModelConfig`. backend: as the server was given it."""
 
     backend: str
-    kv_cache_dtype: str = "auto"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.model_path)
 
     @property
     def head_dim(self) -> int:
@@ -136,6 +140,7 @@ LATENT_CHUNK_ROWS: tuple[Refusal[SglangModel], ...] = (
     ),
 )
 MODEL_ROWS: tuple[Refusal[SglangModel], ...] = (
+    QUANTIZED,
     Refusal(
         "layers with a window in a pool of their own (`SWAKVPool`; gpt-oss)",
         "its slots are not one token each",

@@ -6,13 +6,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from witcert_core.serving import KIND_ROWS, KINDS, LATENT_ROWS, SIZE_ROWS, Refusal, ServedModel
+from witcert_core.serving import KIND_ROWS, KINDS, LATENT_ROWS, QUANTIZED, SIZE_ROWS, Refusal, ServedModel
 
 
 @dataclass(frozen=True)
 class VllmModel(ServedModel):
     """config: vLLM's `ModelConfig`."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.model)
 
     @property
     def head_dim(self) -> int:
@@ -35,6 +40,7 @@ ROWS: tuple[Refusal[VllmModel], ...] = (
         lambda model: model.config.runner_type != "generate" and f"{model.name} does not generate text",
     ),
     *KIND_ROWS,
+    QUANTIZED,
     KINDS["widths"],
     replace(
         KINDS["sliding"],
