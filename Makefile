@@ -29,7 +29,7 @@ export HF_HUB_OFFLINE := 1
 # Small tensors: a second thread costs more than it gives, and spins while another process needs the core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test all-suites test-full lint docs-limits lean test-core test-kernels spills test-plugins test-eval test-sglang test-vllm \
+.PHONY: demo test all-suites test-full lint docs-limits docs-models lean test-core test-kernels spills test-plugins test-eval test-sglang test-vllm \
 	soak bench-sglang bench-vllm bench-cpu static figures envs clean
 
 demo: $(ENVS)/sglang/.ready
@@ -57,6 +57,10 @@ lint: $(ENVS)/core/.ready
 # The tables of docs/limits.md, from what the adapters refuse.
 docs-limits: $(ENVS)/core/.ready
 	$(CORE)/python adapters/limits.py
+
+# docs/models.md, what of which family is metered, from the same rows.
+docs-models: $(ENVS)/core/.ready
+	$(CORE)/python adapters/models.py
 
 lean: $(ENVS)/core/.lean
 	$(CORE)/python lean/checker/check_proofs.py

@@ -233,6 +233,12 @@ def test_the_tables_of_refusals_are_those_of_the_adapters() -> None:
     assert subprocess.run([sys.executable, str(path), "--check"], timeout=120).returncode == 0
 
 
+def test_the_table_of_models_is_that_of_the_rows() -> None:
+    """`make docs-models` writes it."""
+    path = ROOT / "adapters" / "models.py"
+    assert subprocess.run([sys.executable, str(path), "--check"], timeout=120).returncode == 0
+
+
 @pytest.mark.parametrize(("engine", "folder"), [("SGLang", "sglang"), ("vLLM", "vllm")])
 def test_the_version_of_an_engine_is_the_one_that_is_accepted(engine: str, folder: str) -> None:
     adapter = (ROOT / "adapters" / folder / f"witcert_{folder}" / "adapter.py").read_text(encoding="utf-8")

@@ -299,3 +299,11 @@ def test_objects_are_read_as_mappings_are() -> None:
 def test_an_odd_value_is_an_error_that_names_it(changes: dict[str, Any]) -> None:
     with pytest.raises(WitCertError, match="this model"):
         described(**changes)
+
+
+def test_a_type_whose_every_layer_has_both_says_so_by_itself() -> None:
+    found = described(model_type="falcon_h1", mamba_d_ssm=64)
+    assert len(found.layers) == 4
+    assert found.kinds == {"state"}
+    with pytest.raises(UnsupportedError, match="mamba_d_ssm speaks of recurrent layers"):
+        described(model_type="another", mamba_d_ssm=64)

@@ -16,7 +16,6 @@ import torch
 from witcert_core import Policy
 from witcert_core.errors import WitCertError
 from witcert_core.serving import (
-    DECLARED_ROWS,
     Finding,
     Signature,
     broken,
@@ -35,7 +34,7 @@ from witcert_core.serving import (
     versions,
 )
 from witcert_sglang.adapter import ADAPTER
-from witcert_sglang.refusals.model import ROWS, SglangModel
+from witcert_sglang.refusals.model import DECLARED, ROWS, SglangModel
 from witcert_sglang.refusals.server import SHARING_FLAGS, check_model_path
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def examine(model: str | None, policy: Policy) -> list[Finding]:
         warnings.simplefilter("ignore")  # SGLang warns about every accelerator it does not find
         found = list(versions(ADAPTER))
         if refused(found):
-            return [*found, *(() if model is None else model_findings(ADAPTER, model, policy, DECLARED_ROWS))]
+            return [*found, *(() if model is None else model_findings(ADAPTER, model, policy, DECLARED))]
         only = os.environ.get(ADAPTER.chooser)
         found += switched_on(ADAPTER, [name.strip() for name in only.split(",")] if only else None)
         found += [*sharing(policy, SHARING_FLAGS), *inside(policy)]
@@ -88,7 +87,7 @@ def live_hooks(hooks: list[Hook]) -> Iterator[Finding]:
 
 def of_model(path: str, policy: Policy) -> Iterator[Finding]:
     """What of this model would be metered under the policy: by its files alone, then as SGLang reads it."""
-    return model_findings(ADAPTER, path, policy, DECLARED_ROWS, as_read)
+    return model_findings(ADAPTER, path, policy, DECLARED, as_read)
 
 
 def as_read(path: str, policy: Policy) -> Iterator[Finding]:

@@ -11,7 +11,6 @@ from typing import Any
 from witcert_core import Policy
 from witcert_core.errors import UnsupportedError
 from witcert_core.serving import (
-    DECLARED_ROWS,
     check_declared,
     check_served,
     check_writable,
@@ -22,7 +21,7 @@ from witcert_core.serving import (
     unreadable_errors,
 )
 from witcert_sglang import http
-from witcert_sglang.refusals.model import ARCH_ROWS, ROWS, SglangModel
+from witcert_sglang.refusals.model import ARCH_ROWS, DECLARED, ROWS, SglangModel
 from witcert_sglang.refusals.server import Server, check_model_path, check_options, check_port
 
 _WORKERS = ("run_scheduler_process", "run_detokenizer_process", "run_data_parallel_controller_process")
@@ -38,7 +37,7 @@ class MainProcess:
         refuse_on_error(check_model_path, server_args.model_path)
         if server_args.json_model_override_args in (None, "", "{}"):  # else its files do not say what it is
             path, dtype = server_args.model_path, server_args.kv_cache_dtype
-            refuse_on_error(check_declared, path, self.policy, dtype, DECLARED_ROWS)
+            refuse_on_error(check_declared, path, self.policy, dtype, DECLARED)
         refuse_on_error(check_kind_early, self.policy, server_args)
 
     def after_check_server_args(self, _result: Any, server_args: Any) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from witcert_core import Policy
 from witcert_core.serving import (
-    DECLARED_ROWS,
     Finding,
     Signature,
     broken,
@@ -27,7 +26,7 @@ from witcert_core.serving import (
     versions,
 )
 from witcert_vllm.adapter import ADAPTER
-from witcert_vllm.refusals.model import ROWS, VllmModel, untried_device
+from witcert_vllm.refusals.model import DECLARED, ROWS, VllmModel, untried_device
 from witcert_vllm.refusals.server import SHARING_FLAGS
 
 
@@ -35,7 +34,7 @@ def examine(model: str | None, policy: Policy) -> list[Finding]:
     """All findings. Without vLLM, or with another version of it, only those that need no look inside it."""
     found = list(versions(ADAPTER))
     if refused(found):
-        return [*found, *(() if model is None else model_findings(ADAPTER, model, policy, DECLARED_ROWS))]
+        return [*found, *(() if model is None else model_findings(ADAPTER, model, policy, DECLARED))]
     only = os.environ.get(ADAPTER.chooser)
     found += switched_on(ADAPTER, None if only is None else only.split(","))
     found += [*sharing(policy, SHARING_FLAGS), *inside()]
@@ -55,7 +54,7 @@ def inside() -> Iterator[Finding]:
 
 def of_model(path: str, policy: Policy) -> Iterator[Finding]:
     """What of this model would be metered under the policy: by its files alone, then as vLLM reads it."""
-    return model_findings(ADAPTER, path, policy, DECLARED_ROWS, as_read)
+    return model_findings(ADAPTER, path, policy, DECLARED, as_read)
 
 
 def as_read(path: str, policy: Policy) -> Iterator[Finding]:

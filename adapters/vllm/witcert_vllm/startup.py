@@ -10,7 +10,6 @@ from vllm.config.kv_transfer import KVTransferConfig
 from witcert_core import Policy
 from witcert_core.errors import WitCertError
 from witcert_core.serving import (
-    DECLARED_ROWS,
     check_declared,
     check_served,
     check_writable,
@@ -20,7 +19,7 @@ from witcert_core.serving import (
 )
 from witcert_vllm.backend import STOCK, take_over
 from witcert_vllm.installation import current
-from witcert_vllm.refusals.model import ROWS, VllmModel
+from witcert_vllm.refusals.model import DECLARED, ROWS, VllmModel
 from witcert_vllm.refusals.server import (
     BACKENDS,
     WORKERS,
@@ -55,7 +54,7 @@ def _before(policy: Policy, args: Any) -> None:
     take_over(BACKENDS)
     check_engine_args(args)
     if not (args.hf_overrides or args.hf_config_path):  # else its files do not say what it is
-        check_declared(args.model, policy, args.kv_cache_dtype, DECLARED_ROWS)
+        check_declared(args.model, policy, args.kv_cache_dtype, DECLARED)
     if not has_own(args.kv_transfer_config):
         check_connector(args.kv_transfer_config, policy)
         args.kv_transfer_config = with_connector(args.kv_transfer_config)

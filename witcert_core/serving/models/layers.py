@@ -64,6 +64,8 @@ _STATES = (
 _LETTERS = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}
 _PATTERN_OF_TYPE = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4}
 """Model type -> every how many layers one attends everything; its published files leave that to the code."""
+_BOTH = ("falcon_h1",)
+"""Model types whose every layer has attention and a recurrent state; their published files leave that to the code."""
 _SAYS_WINDOWS = ("layer_types", "hybrid_layer_pattern", "attention_layers")
 """Lists that tell layers with a window from others; what another one calls attention may have a window."""
 
@@ -137,7 +139,7 @@ def _pattern(fields: Fields, count: int) -> list[LayerKind] | None:
             return chosen(set(layers).__contains__, other, word)
     if words := fields.words("attention_layers"):
         return listed("attention_layers", words)
-    return None
+    return [_WORDS["hybrid"]] * count if fields("model_type") in _BOTH else None
 
 
 def _attends(block: Fields) -> bool:

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import torch
 
-from witcert_core.serving import KIND_ROWS, KINDS, LATENT_ROWS, QUANTIZED, SIZE_ROWS, Refusal, ServedModel
+from witcert_core.serving import (
+    DECLARED_ROWS,
+    KIND_ROWS,
+    KINDS,
+    LATENT_ROWS,
+    QUANTIZED,
+    SIZE_ROWS,
+    Refusal,
+    ServedModel,
+)
 
 
 @dataclass(frozen=True)
@@ -181,3 +190,5 @@ NO_CLASS: Refusal[SglangModel] = Refusal(
     _without_class,
 )
 ROWS = (*ARCH_ROWS, *MODEL_ROWS, NO_CLASS)
+DECLARED = DECLARED_ROWS
+"""What is refused by a model's files alone, before SGLang reads them."""

@@ -7,8 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from witcert_core.serving import KIND_ROWS, KINDS, LATENT_ROWS, QUANTIZED, SIZE_ROWS, Refusal, ServedModel
+from witcert_core.serving import (
+    DECLARED_ROWS,
+    KIND_ROWS,
+    KINDS,
+    LATENT_ROWS,
+    QUANTIZED,
+    SIZE_ROWS,
+    Refusal,
+    ServedModel,
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,9 @@ ROWS: tuple[Refusal[VllmModel], ...] = (
     ),
     *SIZE_ROWS,
 )
+
+DECLARED: tuple[Refusal[Any], ...] = (*DECLARED_ROWS, *(row for row in ROWS if row.what == KINDS["sliding"].what))
+"""What is refused by a model's files alone, before vLLM reads them."""
 
 
 def untried_device(device: str) -> str:
