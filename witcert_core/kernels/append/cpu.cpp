@@ -24,30 +24,36 @@ uint16_t scale_of(double amax) {
   return bits;
 }
 
-// Codes and scales of `n` channels x with dither u (null: none), 32 to a group; the witness of each group if wanted.
+// Codes and scales of `n` channels x with dither u, 32 to a group; the witness of each group if wanted.
 void encode(const float* x, const float* u, int64_t n, int8_t* codes, uint16_t* scales, uint8_t* witness) {
-  for (int64_t first = 0; first < n; first += GROUP) {
-    const int64_t count = std::min<int64_t>(GROUP, n - first), g = first / GROUP;
-    float most = 0.0f;
-    bool fine = true;
-    for (int64_t i = first; i < first + count; i++) {
-      most = std::max(most, std::fabs(x[i]));
-      fine &= std::fabs(x[i]) < INF;
+  for (int64_t first = 0; first < n; first += GROUP, x += GROUP, u += GROUP, codes += GROUP) {
+    const int count = (int)std::min<int64_t>(GROUP, n - first);
+    const int64_t g = first / GROUP;
+    vf most = splat(0.0f);
+    vi wrong = splat(0);
+    for (int i = 0; i < count; i += LANES) {
+      const vf size = larger(load(x + i), -load(x + i));
+      wrong |= ~(size < INF) | (load(x + i) != load(x + i));
+      most = larger(size, most);
     }
-    scales[g] = scale_of(fine ? (double)most : INFINITE);
+    scales[g] = scale_of(any(wrong) ? INFINITE : (double)largest(most));
     const double s = half_to_float(scales[g]);
     const bool usable = s > 0.0 && s < INFINITE;
-    double square = 0.0;
-    for (int64_t i = first; i < first + count; i++) {
-      const double draw = u ? (double)u[i] : 0.0;
-      const double code = usable ? std::nearbyint((double)x[i] / s + draw) : 0.0;
-      codes[i] = (int8_t)code;
-      const double residual = usable ? (double)(float)(s * (code - draw)) - (double)x[i] : 0.0;
-      square += residual * residual;
-    }
+    if (!usable) std::fill(codes, codes + count, (int8_t)0);
+    // One step a loop, so that each is done in vectors.
+    double code[GROUP];
+    for (int i = 0; usable && i < count; i++) code[i] = std::nearbyint((double)x[i] / s + (double)u[i]);
+    for (int i = 0; usable && i < count; i++) codes[i] = (int8_t)code[i];
     if (!witness) continue;
+    double square[GROUP] = {}, whole = 0.0;
+    for (int i = 0; usable && i < count; i++) {
+      const double residual = (double)(float)(s * (code[i] - (double)u[i])) - (double)x[i];
+      square[i] = residual * residual;
+    }
+    for (int part = 0; part < 8; part++)
+      whole += (square[part] + square[part + 8]) + (square[part + 16] + square[part + 24]);
     const double unit = s * (std::sqrt((double)GROUP) / 510.0);
-    const double steps = usable ? std::ceil(std::sqrt(square) * (1.0 + 0x1p-48) / unit * (1.0 + 0x1p-40)) : 0.0;
+    const double steps = usable ? std::ceil(std::sqrt(whole) * (1.0 + 0x1p-48) / unit * (1.0 + 0x1p-40)) : 0.0;
     witness[g] = s < INFINITE ? (uint8_t)std::min(steps, 255.0) : 255;
   }
 }
@@ -66,6 +72,7 @@ extern "C" int64_t witcert_run(const witcert::Arguments* given) {
   {
     std::vector<float> u((size_t)to.kv_heads * MAX_DIM);
     float x[MAX_DIM];
+    const float none[MAX_DIM] = {};
     int64_t drawn = -1;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < a.tokens; t++) {
@@ -85,7 +92,8 @@ extern "C" int64_t witcert_run(const witcert::Arguments* given) {
       drawn = pass;
       for (int64_t h = 0; h < to.kv_heads; h++) {
         const int64_t line = slot * to.kv_heads + h;
-        for (int64_t c = 0; c < to.head_dim; c++) x[c] = number(a.key, t * a.key_token + h * a.key_head + c, to.dtype);
+        for (int64_t c = 0; c < to.head_dim; c += LANES)
+          store(x + c, numbers(a.key, t * a.key_token + h * a.key_head + c, to.dtype));
         for (int64_t c = 0; c < to.bypassed; c++) {
           float& spared = x[to.channels[h * to.bypassed + c]];
           put(const_cast<void*>(to.bypass), line * to.bypassed + c, spared, to.dtype);
@@ -93,9 +101,9 @@ extern "C" int64_t witcert_run(const witcert::Arguments* given) {
         }
         encode(x, &u[h * MAX_DIM], to.head_dim, k + page * to.k_page + offset * to.k_token + h * to.k_head,
                k_scales + line * to.groups(), witness ? witness + line * to.groups() : nullptr);
-        for (int64_t c = 0; c < to.v_dim; c++)
-          x[c] = number(a.value, t * a.value_token + h * a.value_head + c, to.dtype);
-        encode(x, nullptr, to.v_dim, v + page * to.v_page + offset * to.v_token + h * to.v_head,
+        for (int64_t c = 0; c < to.v_dim; c += LANES)
+          store(x + c, numbers(a.value, t * a.value_token + h * a.value_head + c, to.dtype));
+        encode(x, none, to.v_dim, v + page * to.v_page + offset * to.v_token + h * to.v_head,
                v_scales + line * to.v_groups(), nullptr);
       }
     }
