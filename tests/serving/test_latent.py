@@ -21,7 +21,6 @@ from witcert_core.quantizers.rotary import RotarySpec
 BUILT_IN = ("int8_token_group", "int4_token_group", "fp8_e4m3_cast", "int8_dither", "int8_dither_w")
 
 
-@REGISTRY.register
 @dataclass(frozen=True)
 class ExactRope(Quantizer):
     """Integers for the latent; rotated channels stay as they are. It counts what it is given."""
@@ -37,7 +36,6 @@ class ExactRope(Quantizer):
         return made
 
 
-@REGISTRY.register
 @dataclass(frozen=True)
 class Grouped(CalibratedQuantizer):
     """Four tokens together, on a scale that the first eight set."""
@@ -52,6 +50,14 @@ class Grouped(CalibratedQuantizer):
     def fake_quantize(self, x: Tensor, *, kind: Any, layer: int, positions: Tensor, ctx: Any) -> Tensor:
         step: Tensor = ctx.state / 31
         return (x / step).round().clamp(-31, 31) * step
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these tests register is forgotten after each: other tests look at every quantizer there is."""
+    monkeypatch.setattr(REGISTRY, "_classes", dict(REGISTRY._classes))
+    REGISTRY.register(ExactRope)
+    REGISTRY.register(Grouped)
 
 
 def held(engine: LatentEngine, decoded: int = 12) -> int:
@@ -201,7 +207,6 @@ def test_bytes_beside_a_token_are_those_that_capacity_counts(name: str) -> None:
 
 
 def test_keys_before_rope_are_refused() -> None:
-    @REGISTRY.register
     @dataclass(frozen=True)
     class BeforeRope(Quantizer):
         name = "test_before_rope"
@@ -210,6 +215,7 @@ def test_keys_before_rope_are_refused() -> None:
         def fake_quantize(self, x: Tensor, *, kind: Any, layer: int, positions: Tensor, ctx: Any) -> Tensor:
             return x
 
+    REGISTRY.register(BeforeRope)
     with pytest.raises(UnsupportedError, match="latent cache"):
         LatentEngine("test_before_rope")
 
