@@ -294,6 +294,15 @@ def test_a_window_that_a_model_keeps_in_its_mask_is_refused(name: str, layers: l
             torch.testing.assert_close(model(ids[:, :5]).logits, plain, atol=2e-5, rtol=2e-5)
 
 
+def test_an_encoder_attends_both_ways_and_is_refused() -> None:
+    """Its layers say so of themselves; under the meter, without the mask it makes, they would attend as a decoder's."""
+    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = transformers.BertConfig(**sizes, num_attention_heads=4, is_decoder=False)
+    model, ids = transformers.BertLMHeadModel(config).eval(), torch.arange(10, 30)[None]
+    with torch.no_grad(), wc.meter(model, quantizer="none"), pytest.raises(UnsupportedError, match="is_causal False"):
+        model(ids)
+
+
 def test_a_layer_of_another_shape_than_its_configuration_says_is_refused() -> None:
     model = random_model("LlamaConfig")
     model.config.num_attention_heads = 8  # its layers have 4, and 2 rows would be taken for one

@@ -82,9 +82,12 @@ def attention(
         raise UnsupportedError(
             f"layer {layer} passes {odd or 'a mask of its own'} to its attention, which the meter does not follow"
         )
-    if options.get("dropout") or options.get("is_causal") is False:
+    causal = options.get("is_causal")
+    if causal is None:  # an encoder's layers say it of themselves, and leave the rest to their mask
+        causal = getattr(module, "is_causal", True)
+    if options.get("dropout") or not causal:
         raise UnsupportedError(
-            f"layer {layer} attends with dropout {options.get('dropout')}, is_causal {options.get('is_causal')}; "
+            f"layer {layer} attends with dropout {options.get('dropout')}, is_causal {causal}; "
             "metered is causal attention without dropout: model.eval()"
         )
     window, scaling = options.get("sliding_window"), options.get("scaling")
