@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from witcert_core.kernels.native import toolchain
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
@@ -28,26 +31,27 @@ def package_of(name: str) -> str:
     return "witcert_core" if name == "witcert" else name
 
 
+def built(name: str, work: Path, **env: str) -> Path:
+    """Built from a copy, so that the tree is left alone, by the backend of pyproject.toml, without a network."""
+    folder, source = FOLDERS[name], work / name
+    source.mkdir()
+    for file in ("pyproject.toml", "README.md", "LICENSE", "VERSION", *(["setup.py"] if name == "witcert" else [])):
+        shutil.copyfile(folder / file, source / file)
+    package = package_of(name)
+    shutil.copytree(folder / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    if (folder / "tests").exists() and name != "witcert":
+        shutil.copytree(folder / "tests", source / "tests")
+    command = [sys.executable, "-c", BUILD, str(work)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300, env={**os.environ, **env})
+    assert done.returncode == 0, done.stderr
+    (wheel,) = work.glob(f"{name}-*.whl")
+    return wheel
+
+
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, zipfile.ZipFile]:
-    """Built from copies, so that the tree is left alone, by the backend of pyproject.toml, without a network."""
     work = tmp_path_factory.mktemp("wheels")
-    found = {}
-    for name, folder in FOLDERS.items():
-        source = work / name
-        source.mkdir()
-        for file in ("pyproject.toml", "README.md", "LICENSE", "VERSION"):
-            shutil.copyfile(folder / file, source / file)
-        package = package_of(name)
-        shutil.copytree(folder / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
-        if (folder / "tests").exists() and name != "witcert":
-            shutil.copytree(folder / "tests", source / "tests")
-        command = [sys.executable, "-c", BUILD, str(work)]
-        done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        (wheel,) = work.glob(f"{name}-*.whl")
-        found[name] = zipfile.ZipFile(wheel)
-    return found
+    return {name: zipfile.ZipFile(built(name, work)) for name in FOLDERS}
 
 
 def metadata(wheel: zipfile.ZipFile) -> Message:
@@ -117,3 +121,55 @@ sys.exit(main(["policy", "init", "policy.yaml"]) or main(["policy", "check", "po
     plugins = {path.name for path in FOLDERS.values() if path.parent.name == "plugins"}
     assert set(quantizers) >= plugins | {"int8_dither"}
     assert all(Path(path).is_relative_to(tmp_path / "site") for path in quantizers.values())
+
+
+@pytest.mark.skipif(platform.machine() not in toolchain.LEVELS, reason="no kernels are known for this machine")
+def test_a_wheel_with_kernels_needs_no_compiler(tmp_path: Path) -> None:
+    """Those of every level, of which the processor at hand takes its best; nothing is compiled and nothing written."""
+    path = built("witcert", tmp_path, WITCERT_BUILD_KERNELS="1")
+    assert path.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    with zipfile.ZipFile(path) as wheel:
+        wheel.extractall(tmp_path / "site")
+        held = {name for name in wheel.namelist() if name.endswith(".so")}
+    home = "witcert_core/kernels/native/built"
+    levels = [level.name for level in toolchain.LEVELS[platform.machine()]]
+    assert held == {f"{home}/{level}/{op}.so" for level in levels for op in toolchain.operations()}
+    code = """
+import torch
+from witcert_core.kernels.native import build
+assert build.not_compiled() is None, build.not_compiled()
+from witcert_core.kernels.witness import record_witness
+from witcert_core.cache.bands import band_map
+from witcert_core.quantizers.rotary import RotarySpec
+x, witness, values = torch.ones(3, 1, 32), torch.full((3, 1, 16), 255, dtype=torch.uint8), torch.zeros(3, 1).byte()
+record_witness(x, x, x, x, witness, values, torch.arange(3), band_map(RotarySpec(32), 16))
+assert not witness.any(), witness
+print(build.__file__)
+"""
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "CXX": "/nonexistent", "TRITON_INTERPRET": "0"}
+    env["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "site")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("features", "name"),
+    [
+        ("avx512_vnni", "avx512_vnni"),
+        ("avx512vl", "avx512"),
+        ("avx2", "avx2"),
+        ("avx", "x86_64"),
+    ],
+)
+def test_a_processor_gets_what_it_has(features: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = {level.name: level for level in toolchain.LEVELS["x86_64"]}
+    has = levels[name].needs | {"sse2", features}
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(toolchain, "features", lambda: frozenset(has))
+    found = toolchain.level()
+    assert found is not None
+    assert found.name == name
