@@ -29,7 +29,7 @@ def vllm_pool(order: str, dtype: torch.dtype) -> PagePool:
         cache = torch.full((blocks, HKV, BLOCK, 2 * D), float("nan"), dtype=dtype)
     else:
         cache = torch.full((blocks, BLOCK, HKV, 2 * D), float("nan"), dtype=dtype).transpose(1, 2)
-    return PagePool({LAYER: plain_views(cache, D)}, BLOCK)
+    return PagePool({LAYER: plain_views(cache, D)})
 
 
 def in_whole_blocks(served: Served) -> None:
@@ -61,7 +61,7 @@ def test_certify_over_blocks_says_what_it_says_over_slots(order: str, name: str)
 def test_what_kernels_cannot_read_is_left_to_the_reference() -> None:
     """The CPU's pages, keys transposed; codes with a scale a token and head."""
     memory = torch.zeros(SLOTS // BLOCK, HKV, BLOCK, 2 * D)
-    pool = PagePool({LAYER: cpu_views(memory, D, "vec")}, BLOCK)
+    pool = PagePool({LAYER: cpu_views(memory, D, "vec")})
     assert Served("kernels", "int4_token_group", torch.float32, pool).who is TorchSums
     views: dict[int, tuple[Tensor, Tensor]] = {LAYER: plain_views(memory.view(torch.int8), D + 4)}
-    assert PerTokenHeadPool(views, BLOCK, torch.int8).pages(LAYER) is None  # type: ignore[func-returns-value]
+    assert PerTokenHeadPool(views, torch.int8).pages(LAYER) is None  # type: ignore[func-returns-value]

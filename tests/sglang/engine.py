@@ -5,6 +5,7 @@ Every key ever written is at hand, so exact attention can be compared with what 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from witcert_sglang.backend import metered
 from witcert_sglang.packed import PackedMethod
 from witcert_sglang.runtime import SglangRuntime
+from witcert_sglang.selfcheck import plan_slots
+from witcert_sglang.sub_pools import sub_pools
 
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
@@ -45,6 +48,7 @@ class Engine:
         own_pool = sections.pop("own_pool", None)  # a dtype or a KV-cache method of SGLang's own
         meter = {"stride": 1, "audit_every": 1, "max_rows": 64, **sections.pop("meter", {})}
         storage = sections.pop("storage", "simulated")
+        make_pool = sections.pop("make_pool", None)  # of a pool of pools: takes a dtype
         window = sections.pop("window", -1)  # SGLang's sliding_window_size: tokens before a row's own
         self.window, self.cap = window, sections.pop("cap", 0.0)
         stock = sections.pop("stock", TorchNativeAttnBackend)  # of a runner, SGLang's own backend
@@ -64,31 +68,55 @@ class Engine:
             pool_dtype = own_pool
         elif own_pool is not None:
             method, pool_dtype = own_pool, torch.float4_e2m1fn_x2
-        self.pool = MHATokenToKVPool(SLOTS, 1, pool_dtype, HKV, D, LAYERS, "cpu", False, quant_method=method)
+        if make_pool is None:
+            self.pool = MHATokenToKVPool(SLOTS, 1, pool_dtype, HKV, D, LAYERS, "cpu", False, quant_method=method)
+        else:
+            self.pool = make_pool(pool_dtype)
+        subs = sub_pools(self.pool)
+        ids = sorted(layer for sub in subs for layer in sub.layers)
+        forgets = {layer for sub in subs if sub.windowed for layer in sub.layers}
         self.runner = SimpleNamespace(device="cpu", req_to_token_pool=self.requests, token_to_kv_pool=self.pool)
         geometry = Geometry(
             backend="test",
             total_qo_heads=HQ,
-            layers=tuple(range(LAYERS)),
+            layers=subs[0].layers,
             num_qo_heads=HQ,
             num_kv_heads=HKV,
             kv_head_ids=tuple(range(HKV)),
             head_dim=D,
             v_head_dim=D,
-            num_slots=SLOTS + 1,
+            num_slots=subs[0].pool.k_buffer[0].shape[0],
             pool_dtype=dtype,
             rotary=RotarySpec(D),
             device="cpu",
         )
-        self.runtime = SglangRuntime(policy, geometry, self.pool, None)
+        others = [
+            replace(
+                geometry,
+                layers=sub.layers,
+                num_slots=sub.pool.k_buffer[0].shape[0],
+                window=window if sub.windowed else None,
+                null_slots=int(sub.windowed),
+            )
+            for sub in subs[1:]
+        ]
+        self.runtime = SglangRuntime(policy, geometry, self.pool, None, others=others)
         self.runner.sliding_window_size = window if window >= 0 else None
         self.backend = stock(self.runner)
         self.backend.__class__ = metered(type(self.backend))  # type: ignore[arg-type]
         self.backend.witcert_runtime = self.runtime
         self.checks_outputs = True  # whether a pass fails where an audited output is not what is stored
         self.layers = [
-            RadixAttention(HQ, D, SCALE, num_kv_heads=HKV, layer_id=i, logit_cap=self.cap, sliding_window_size=window)
-            for i in range(LAYERS)
+            RadixAttention(
+                HQ,
+                D,
+                SCALE,
+                num_kv_heads=HKV,
+                layer_id=i,
+                logit_cap=self.cap,
+                sliding_window_size=window if i in forgets or make_pool is None else -1,
+            )
+            for i in ids
         ]
         self.dtype = dtype
         self.model_dtype = model_dtype or dtype
@@ -125,6 +153,7 @@ class Engine:
         queries, outputs = [], []
 
         def model(_runner: Any, forward_batch: ForwardBatch) -> Any:
+            plan_slots(self.backend, forward_batch)
             self.backend.init_forward_metadata(forward_batch)
             for number, layer in enumerate(self.layers):
                 q, k, v = (torch.randn(total, h * D) * 2 for h in (HQ, HKV, HKV))

@@ -23,6 +23,7 @@ from witcert_sglang.memory import side_bytes_per_token
 from witcert_sglang.refusals.worker import check_layers
 from witcert_sglang.runtime import SglangRuntime
 from witcert_sglang.selfcheck import check_attention
+from witcert_sglang.sub_pools import sub_pools
 
 from tests.zoo import mla
 from witcert_core.errors import UnsupportedError
@@ -68,7 +69,8 @@ class LatentEngine:
             device="cpu", req_to_token_pool=self.requests, token_to_kv_pool=self.pool, model_config=config
         )
         self.backend = OwnChunks(self.runner)
-        geometry = read_geometry(self.runner, self.backend)
+        (sub,) = sub_pools(self.pool)
+        geometry = read_geometry(self.runner, self.backend, sub, window=-1)
         self.runtime = SglangRuntime(policy, geometry, self.pool, None)
         kvc = SimpleNamespace(model_config=config, use_mla_backend=True, kv_cache_dtype=torch.float32)
         (group,) = self.runtime.groups

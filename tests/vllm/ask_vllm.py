@@ -27,7 +27,7 @@ def summer_of(_worker: Any) -> str:
     from witcert_core.serving.storage.acts import Observing
     from witcert_core.serving.storage.packed import PackedStorage
 
-    cache = process.runtime().cache
+    cache = process.runtime().groups[0].cache
     if isinstance(cache.storage, PackedStorage) and cache.storage.kernels is not None:
         return type(cache.storage.kernels).__name__
     return type(cache.acts.summer if isinstance(cache.acts, Observing) else cache.acts).__name__

@@ -70,7 +70,7 @@ def held_to_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
         assert runtime.now is not None
         step = runtime.now.step
         rows = {row.token: number for number, row in enumerate(step.rows)}
-        cells = bound_cells([settled(step.summed[self.layer_id])])[0] if rows else None
+        cells = bound_cells(settled([step.summed[self.layer_id]]))[0] if rows else None
         found.scales.add(float(self.scale))
         for token, (length, blocks) in enumerate(
             zip(metadata.decode.seq_lens, metadata.decode.block_table, strict=True)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from witcert_core.report.counts import Observed as Observed
     from witcert_core.report.jsonl import check_writable as check_writable
     from witcert_core.report.ledger import make_ledger as make_ledger
+    from witcert_core.report.ledger import without_cache as without_cache
     from witcert_core.report.prometheus import Metrics as Metrics
     from witcert_core.report.sample import BoundedBySketches as BoundedBySketches
     from witcert_core.report.sample import Compared as Compared
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from witcert_core.serving.encoder import Tables as Tables
     from witcert_core.serving.forward import Pass as Pass
     from witcert_core.serving.geometry import Geometry as Geometry
+    from witcert_core.serving.groups import GroupSlots as GroupSlots
     from witcert_core.serving.http import META_KEY as META_KEY
     from witcert_core.serving.http import Answer as Answer
     from witcert_core.serving.http import Shared as Shared
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from witcert_core.serving.models.declared import DeclaredModel as DeclaredModel
     from witcert_core.serving.models.declared import check_declared as check_declared
     from witcert_core.serving.models.files import unreadable_errors as unreadable_errors
+    from witcert_core.serving.models.grouped import GROUP_ROWS as GROUP_ROWS
+    from witcert_core.serving.models.grouped import Grouped as Grouped
     from witcert_core.serving.models.kinds import KINDS as KINDS
     from witcert_core.serving.models.served import DECLARED_ROWS as DECLARED_ROWS
     from witcert_core.serving.models.served import KIND_ROWS as KIND_ROWS
@@ -96,7 +100,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "witcert_core.report.claims": ("AFTER_ITS_ANSWER",),
     "witcert_core.report.counts": ("Observed",),
     "witcert_core.report.jsonl": ("check_writable",),
-    "witcert_core.report.ledger": ("make_ledger",),
+    "witcert_core.report.ledger": ("make_ledger", "without_cache"),
     "witcert_core.report.prometheus": ("Metrics",),
     "witcert_core.report.sample": ("BoundedBySketches", "Compared"),
     "witcert_core.serving.banner": ("banner_text",),
@@ -121,9 +125,11 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "witcert_core.serving.encoder": ("Tables",),
     "witcert_core.serving.forward": ("Pass",),
     "witcert_core.serving.geometry": ("Geometry",),
+    "witcert_core.serving.groups": ("GroupSlots",),
     "witcert_core.serving.http": ("Answer", "META_KEY", "Shared", "SummaryStore"),
     "witcert_core.serving.models.declared": ("DeclaredModel", "check_declared"),
     "witcert_core.serving.models.files": ("unreadable_errors",),
+    "witcert_core.serving.models.grouped": ("GROUP_ROWS", "Grouped"),
     "witcert_core.serving.models.kinds": ("KINDS",),
     "witcert_core.serving.models.served": (
         "DECLARED_ROWS",

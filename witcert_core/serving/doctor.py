@@ -177,7 +177,7 @@ def model_findings(
 
 def coverage(model: ServedModel) -> Iterator[Finding]:
     """Cells and bytes of what is metered, and a reason for everything that is not."""
-    policy, layers = model.policy, range(model.num_layers)
+    policy, layers = model.policy, model.layers
     metered, quantized = policy.meter.layers_of(layers), policy.quantizer.layers_of(layers)
     yield Finding(
         "ok",
@@ -193,6 +193,8 @@ def coverage(model: ServedModel) -> Iterator[Finding]:
     ):
         if kept:
             yield Finding("note", "not metered", f"layers {kept}: {why}")
+    if other := model.attention.num_hidden_layers - len(layers):
+        yield Finding("note", "not metered", f"{other} layers that keep no keys and values: nothing is claimed of them")
     if policy.stride > 1:
         yield Finding("note", "not metered", "rows between the stride: reported as unknown")
     if policy.prefill_reads == "chunk_exact":
@@ -203,7 +205,7 @@ def memory(model: ServedModel) -> str:
     """Bytes of a token in all layers and heads, beside those of keys and values as they are."""
     policy, quantizer, width = model.policy, model.policy.resolved_quantizer, model.head_dim
     latent = model.attention.latent_dim  # a row a token, and values are a part of it
-    heads = (1 if latent else model.num_kv_heads) * model.num_layers
+    heads = (1 if latent else model.num_kv_heads) * len(model.layers)
     exact = format_bytes((width if latent else 2 * width) * model.dtype.itemsize * heads)
     if policy.quantizer.storage == "packed":
         layout = KVLayout(

@@ -40,7 +40,7 @@ LAST_PASS_ID = 2**32 - 1
 
 
 class Runtime:
-    """State of the metered process; built once the engine's pool exists.
+    """State of the metered process; built once the engine's pool exists. group_of: layer -> number of its cache group.
 
     engine: its name in reports. pool: the engine's, or the buffers of a packed one (`build_cache`); of all groups,
     each layer by its own group's slots. geometry: of the first cache group, others: of those beyond it.
@@ -100,7 +100,7 @@ class Runtime:
         self.sketched = sampled_sketches(policy, quantizer, geometry, self.ranks)
         rewritten = nothing_rewritten if self.sketched is None else self.sketched.rewritten
         self.groups = [CacheGroup(policy, of, pool, key, tables, rewritten) for of in geometries]
-        self._group_of = {layer: group for group in self.groups for layer in group.geometry.layers}
+        self.group_of = {layer: number for number, of in enumerate(geometries) for layer in of.layers}
         self.passes = 0
         self.attention_calls = 0
 
@@ -160,7 +160,7 @@ class Runtime:
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention of one layer on quantized keys and values, with the planned rows metered."""
         self.attention_calls += 1
-        group = self._group_of[call.layer]
+        group = self.groups[self.group_of[call.layer]]
         if self.sampled is not None:
             self.sampled.put(call)
         if self.sketched is None:

@@ -104,6 +104,16 @@ CONTRACT: tuple[Signature | Members, ...] = (
             "page_size",
         ),
     ),
+    Members(f"{_POOL}.HybridLinearKVPool", ("full_kv_pool", "full_attention_layer_id_mapping")),
+    Members(
+        f"{_SRT}.mem_cache.swa_memory_pool.SWAKVPool",
+        ("full_kv_pool", "swa_kv_pool", "layers_mapping", "full_to_swa_index_mapping", "size", "size_swa"),
+    ),
+    Signature(f"{_SRT}.mem_cache.swa_memory_pool.SWAKVPool.translate_loc_from_full_to_swa", ("self", "kv_indices")),
+    Members(
+        f"{_SRT}.model_executor.pool_configurator.HybridSWAPoolConfigurator",
+        ("_full_per_token", "_swa_per_token", "_recompute_cell_size"),
+    ),
     Signature(f"{_POOL}.MHATokenToKVPool.get_key_buffer", ("self", "layer_id")),
     Signature(f"{_POOL}.MHATokenToKVPool.get_value_buffer", ("self", "layer_id")),
     Signature(f"{_POOL}.MHATokenToKVPool.set_kv_buffer", ("self", "layer", "loc_info", "cache_k", "cache_v")),

@@ -9,20 +9,24 @@ import torch
 
 from witcert_core import RotarySpec
 from witcert_core.serving import Geometry, Ranks
-from witcert_sglang.refusals.worker import is_latent
+from witcert_sglang.sub_pools import SubPool, is_latent
 
 
-def read_geometry(runner: Any, backend: Any, rank: int = 0, num_ranks: int = 1, own: bool = False) -> Geometry:
-    """The geometry of `runner` (a ModelRunner with its pool) under attention backend `backend`, on one of the ranks.
+def read_geometry(
+    runner: Any, backend: Any, sub: SubPool, window: int, rank: int = 0, num_ranks: int = 1, own: bool = False
+) -> Geometry:
+    """The geometry of one of the pools of `runner` (a ModelRunner) under attention backend `backend`, on one of the
+    ranks.
 
-    own: the engine's own quantized cache is metered.
+    window: tokens before its own that a row of its layers sees at most, as far as the pool forgets others. own: the
+    engine's own quantized cache is metered.
     """
-    pool = runner.token_to_kv_pool
+    pool = sub.pool
     config = runner.model_config
     sizes = {
         "backend": type(backend).__name__,
         "total_qo_heads": config.num_attention_heads,
-        "layers": tuple(range(pool.start_layer, pool.start_layer + pool.layer_num)),
+        "layers": sub.layers,
         "num_qo_heads": config.num_attention_heads // num_ranks,
         "device": str(pool.device),
     }
@@ -51,6 +55,8 @@ def read_geometry(runner: Any, backend: Any, rank: int = 0, num_ranks: int = 1, 
         # In a pool of codes, ours or the engine's own, exact is what the model handed over.
         pool_dtype=runner.dtype if own or pool.dtype == torch.int8 else pool.dtype,
         rotary=RotarySpec(pool.head_dim, rotary_dim=rotary_dim(config.hf_text_config, pool.head_dim)),
+        window=window if sub.windowed else None,
+        null_slots=1 if sub.windowed else 0,
     )
 
 

@@ -18,6 +18,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _ABORTED = f"{_SCHEDULER}.send_abort_output"
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
+_WINDOW_SIZES = "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__"
 _CONFIGURE_DTYPE = "sglang.srt.mem_cache.kv_cache_dtype.configure_kv_cache_dtype"
 _BUILD_METHOD = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_quant_method"
 _BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init"
@@ -32,6 +33,7 @@ def hooks(policy: Policy, scheduler: SchedulerProcess) -> list[Hook]:
     main = MainProcess(policy)
     every = [
         Hook(_CELL_SIZE, "after", scheduler.after_cell_size, "every", ("self", "kvc", "num_layers")),
+        Hook(_WINDOW_SIZES, "after", scheduler.after_window_sizes, "every", ("self", "kvc")),
         Hook(f"{_MODEL_RUNNER}.forward", "around", scheduler.around_forward, "every", ("self", "forward_batch")),
         Hook(
             f"{_MODEL_RUNNER}.sample",

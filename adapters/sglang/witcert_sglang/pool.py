@@ -11,28 +11,38 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
+from witcert_sglang.sub_pools import sub_pools
 
 
 class SlotPool:
-    """The core's `Pool` over an `MHATokenToKVPool`."""
+    """The core's `Pool` over SGLang's, each layer by the slots of the `MHATokenToKVPool` that keeps it."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
+        self._at = {
+            layer: (sub.pool, sub.pool.start_layer + i) for sub in sub_pools(pool) for i, layer in enumerate(sub.layers)
+        }
+
+    def _buffers(self, layer: int) -> tuple[Tensor, Tensor]:
+        pool, number = self._at[layer]
+        return pool.get_key_buffer(number), pool.get_value_buffer(number)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Pages of one token: SGLang's tables name slots."""
-        return self.pool.get_key_buffer(layer)[:, None], self.pool.get_value_buffer(layer)[:, None]
+        keys, values = self._buffers(layer)
+        return keys[:, None], values[:, None]
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
+        keys, values = self._buffers(layer)
         return keys.index_select(0, slots), values.index_select(0, slots)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        pool, number = self._at[layer]
         # The pool asks its layer for the id alone.
-        self.pool.set_kv_buffer(SimpleNamespace(layer_id=layer), KVWriteLoc(slots, None), k, v)
+        pool.set_kv_buffer(SimpleNamespace(layer_id=number), KVWriteLoc(slots, None), k, v)
 
     def restore(self, layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:
-        keys, values = self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
+        keys, values = self._buffers(layer)
         keys[slots, head] = k.to(keys)
         values[slots, head] = v.to(values)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from witcert_core.serving import (
     Buffers,
     CapturedDecode,
     Geometry,
+    GroupSlots,
     Metrics,
     PackedStorage,
     Ranks,
@@ -28,6 +30,7 @@ from witcert_sglang.graphs import DecodeGraphs, requests_on_device, will_replay
 from witcert_sglang.packed import packed_layers
 from witcert_sglang.pool import EnginePool, LatentPool, SlotPool
 from witcert_sglang.results import StepOutput, send_along
+from witcert_sglang.sub_pools import sub_pools
 
 
 class SglangRuntime(Runtime):
@@ -43,10 +46,13 @@ class SglangRuntime(Runtime):
         scales: Mapping[int, tuple[float, float]] | None = None,
         tables: Tables | None = None,
         requests: Any = None,
+        others: Sequence[Geometry] = (),
+        num_hidden_layers: int = 0,
     ) -> None:
         """scales: of a pool that SGLang quantizes itself, see `EnginePool`. tables: see `Encoder`.
 
-        requests: SGLang's `ReqToTokenPool`, which captured graphs take page tables from.
+        requests: SGLang's `ReqToTokenPool`, which captured graphs take page tables from. geometry, others: of each of
+        `sub_pools(pool)`.
         """
         self.pool = pool
         self.requests = requests
@@ -58,7 +64,8 @@ class SglangRuntime(Runtime):
             read = packed_layers(pool)
         elif policy.meters_engine:
             read = EnginePool(pool, geometry.pool_dtype, scales or {})
-        super().__init__("sglang", policy, geometry, read, metrics, ranks, tables)
+        more: dict[str, Any] = {"others": others, "num_hidden_layers": num_hidden_layers}
+        super().__init__("sglang", policy, geometry, read, metrics, ranks, tables, **more)
 
     def status(self) -> dict[str, Any]:
         """As in the core; the pool's dtype is the one SGLang stores in where its own cache is metered."""
@@ -83,7 +90,7 @@ class SglangRuntime(Runtime):
         else:
             reads_stored = forward_batch.forward_mode.is_decode() or self.policy.prefill_reads == "stored"
             requests = requests_of(forward_batch, runner.req_to_token_pool.req_to_token, reads_stored)
-        self.begin(requests, forward_batch.out_cache_loc)
+        self.begin_pass(requests, forward_batch.out_cache_loc)
         if replays and self.graphs is not None:
             self.graphs.begin()
         try:
@@ -98,6 +105,28 @@ class SglangRuntime(Runtime):
             if forward_batch.is_prefill_only:  # scoring mostly samples nothing, so nothing else would send it
                 send_along(output.logits_output, travelling)
         return output
+
+    def begin_pass(self, requests: Sequence[RequestPass], out_slots: Tensor) -> None:
+        """As `begin`; slots are those of SGLang's tables."""
+        first, *others = (self._in_group(group.geometry, requests, out_slots) for group in self.groups)
+        requests = [replace(request, slots=own) for request, own in zip(requests, first.requests, strict=True)]
+        self.begin(requests, first.written, others)
+
+    def _in_group(self, geometry: Geometry, requests: Sequence[RequestPass], out_slots: Tensor) -> GroupSlots:
+        """Where the tokens are in a pool of layers with a window, if the group is one; what has left it is nowhere."""
+        if geometry.window is None:
+            return GroupSlots([request.slots for request in requests], out_slots)
+        tables = []
+        for request in requests:
+            own = self.pool.translate_loc_from_full_to_swa(request.slots).to(torch.int64)
+            own[: max(own.numel() - request.new_tokens - geometry.window, 0)] = 0
+            tables.append(own)
+        return GroupSlots(tables, self.pool.translate_loc_from_full_to_swa(out_slots).to(torch.int64))
+
+    def sub_pool(self, pool: Any) -> int | None:
+        """The number of the cache group that SGLang's `pool` is; None for one that is not metered."""
+        found = [number for number, sub in enumerate(sub_pools(self.pool)) if sub.pool is pool]
+        return found[0] if found else None
 
     # Captured graphs --------------------------------------------------------------------------------------------
 
@@ -168,6 +197,7 @@ class SglangRuntime(Runtime):
                 f"layer {layer.layer_id} passes {odd} to its attention, which the meter does not follow"
             )
         g, packed = self.geometry, self.policy.quantizer.storage == "packed"
+        now = self.groups[self.group_of[layer.layer_id]].now
 
         def run(own_k: Tensor | None, own_v: Tensor | None) -> Tensor:
             k_in, v_in = (k, v) if own_k is None else (own_k, own_v)
@@ -188,7 +218,7 @@ class SglangRuntime(Runtime):
             # must come first, or the dither's radius would miss it.
             exact_k=k.reshape(-1, g.num_kv_heads, g.head_dim).to(g.pool_dtype),
             exact_v=v.reshape(-1, g.num_kv_heads, g.v_head_dim).to(g.pool_dtype),
-            slots=forward_batch.out_cache_loc,
+            slots=forward_batch.out_cache_loc if now is None else now.slots,
             positions=forward_batch.positions,
             spec=spec,
             run=run,

@@ -21,6 +21,7 @@ from witcert_core import AttentionSpec
 from witcert_core.errors import UnsupportedError
 from witcert_core.serving import output_excess
 from witcert_sglang import windows
+from witcert_sglang.sub_pools import sub_pools
 
 CHECKED = ("TorchNativeAttnBackend", "TritonAttnBackend")
 """Classes whose passes are made here as SGLang makes them, which a test says; the first audits say it of the others."""
@@ -61,7 +62,7 @@ def check_attention(backend: Any, layers: Sequence[Any], requests: Any, pool: An
         for sinks in {False, takes_sinks}:
             kinds.setdefault(Kind(layer.sliding_window_size, layer.logit_cap, layer.scaling, sinks), layer)
     for kind, layer in kinds.items():
-        room = min(requests.req_to_token.shape[1], pool.size)
+        room = min(requests.req_to_token.shape[1], pool.size, getattr(pool, "size_swa", pool.size))
         length = min(max(kind.window + 1, 0) + PREFIX, room) - CHUNK - 1
         if length < 1:
             return []
@@ -123,24 +124,33 @@ class _Probe:
         self.generator = torch.Generator().manual_seed(length)
         first = max(getattr(pool, "page_size", 1), 1)  # the first page is for padding
         self.slots = torch.arange(first, first + length + CHUNK + 1, device=self.device)
+        # Where a pool of their own keeps the tokens of layers with a window, these are in other slots.
+        apart = any(sub.windowed and layer.layer_id in sub.layers for sub in sub_pools(pool))
+        self.own = self.slots.flip(0) if apart else self.slots
         self.sinks = self._drawn(self.heads[0]).float() + math.log(length) if kind.sinks else None
         self.base = self._drawn(self.heads[1], layer.qk_head_dim).float()  # what all queries of a KV head are close to
 
     def run(self) -> list[tuple[bool, float]]:
         """Whether a pass was a decode step, and the largest excess of its outputs."""
         row, table = 1, self.requests.req_to_token
-        before = table[row].clone(), [x[self.slots].clone() for x in self._buffers()]
+        before = table[row].clone(), [x[self.own].clone() for x in self._buffers()]
         table[row, : len(self.slots)] = self.slots.to(table.dtype)
+        mapping = getattr(self.pool, "full_to_swa_index_mapping", None)  # to the slots of layers with a window
+        mapped = None if mapping is None else mapping[self.slots].clone()
+        if mapping is not None:
+            mapping[self.slots] = self.slots.flip(0).to(mapping.dtype)
         try:
             for buffer in self._buffers():
-                buffer[self.slots] = self._drawn(len(self.slots), *buffer.shape[1:]).to(buffer.dtype)
+                buffer[self.own] = self._drawn(len(self.own), *buffer.shape[1:]).to(buffer.dtype)
             keys, _ = self._buffers()
             keys[self._far_end()] = self._heavy().to(keys.dtype)
             return [self._pass(row, self.length, CHUNK), self._pass(row, self.length + CHUNK, 1)]
         finally:
             table[row] = before[0]
+            if mapping is not None:
+                mapping[self.slots] = mapped
             for buffer, kept in zip(self._buffers(), before[1], strict=True):
-                buffer[self.slots] = kept
+                buffer[self.own] = kept
 
     def _pass(self, row: int, prefix: int, count: int) -> tuple[bool, float]:
         is_decode = count == 1
@@ -148,6 +158,7 @@ class _Probe:
         q = (0.05 * q + self.base.repeat_interleave(self.heads[0] // self.heads[1], 0).flatten()).to(self.dtype)
         batch = forward_batch(row, prefix, self.slots[prefix : prefix + count], is_decode, self.device)
         k, v = (x.view(count, heads, -1) for x, heads in ((k, self.heads[1]), (v, self.heads[2])))
+        plan_slots(self.backend, batch)
         self.backend.init_forward_metadata(batch)
         attend = self.backend.forward_decode if is_decode else self.backend.forward_extend
         given = {} if self.sinks is None else {"sinks": self.sinks}
@@ -157,7 +168,7 @@ class _Probe:
         spec = AttentionSpec(self.kind.scale, self.kind.cap, left, self.sinks)
         worst = 0.0
         for i in range(count):
-            seen = spec.visible(self.slots[: prefix + i + 1])
+            seen = spec.visible(self.own[: prefix + i + 1])
             query, made = q[i].view(self.heads[0], -1), out.reshape(count, self.heads[0], -1)[i]
             excess = output_excess(query, made, keys[seen], values[seen], spec)
             worst = max(worst, float(excess.nan_to_num(nan=0.0).max()))
@@ -166,8 +177,8 @@ class _Probe:
     def _far_end(self) -> Tensor:
         """Slots of the oldest tokens that a row sees, and of those that it just does not see."""
         if self.kind.window < 0:
-            return self.slots[:2]
-        return self.slots[max(self.length - self.kind.window - 2, 0) : self.length + CHUNK - self.kind.window + 2]
+            return self.own[:2]
+        return self.own[max(self.length - self.kind.window - 2, 0) : self.length + CHUNK - self.kind.window + 2]
 
     def _heavy(self) -> Tensor:
         """A key ``[Hkv, D]`` that has about as much weight as all ordinary ones together."""
@@ -183,6 +194,13 @@ class _Probe:
 
     def _drawn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
+
+
+def plan_slots(backend: Any, batch: Any) -> None:
+    """What SGLang prepares of a batch for backends that translate slots for a pool of layers with a window."""
+    translator = getattr(backend, "kv_index_translator", None)
+    if translator is not None and getattr(backend, "use_sliding_window_kv_pool", False):
+        batch.kv_loc_plan = translator.own_plan(batch)
 
 
 def forward_batch(row: int, prefix: int, slots: Tensor, is_decode: bool, device: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 from witcert_core import Policy
 from witcert_core.errors import UnsupportedError
 from witcert_core.serving import (
+    GROUP_ROWS,
+    Grouped,
     check_declared,
     check_served,
     check_writable,
@@ -92,7 +94,11 @@ def checked_options(policy: Policy, server_args: Any) -> Any:
 def check_model(policy: Policy, config: Any, args: Any) -> None:
     """Raise what refuses a model (SGLang's `ModelConfig`) under the server's options as SGLang resolved them."""
     cache_dtype = "auto" if policy.meters_engine else args.kv_cache_dtype
-    check_served(SglangModel(config, policy, args.device, args.attention_backend, kv_cache_dtype=cache_dtype), ROWS)
+    model = SglangModel(config, policy, args.device, args.attention_backend, kv_cache_dtype=cache_dtype)
+    check_served(model, ROWS)
+    windows = [layer.window for layer in model.attention.windows if layer.window]
+    if config.is_hybrid_swa and windows:
+        refuse(GROUP_ROWS, Grouped(policy, 1 + (len(windows) < len(model.layers)), min(windows) - 1))
 
 
 def is_main_process() -> bool:

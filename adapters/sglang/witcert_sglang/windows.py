@@ -109,7 +109,20 @@ def _other_window(found: Attending) -> str | bool:
     return other and f"{found.named} has a window of {size + 1} tokens under {reads}"
 
 
+WINDOW_POOL_UNREAD: Refusal[Any] = Refusal(
+    "layers with a window in a pool of their own (`SWAKVPool`) with `torch_native`",
+    "SGLang's torch_native backend writes there by the slots of that pool and reads by those of the other",
+    "use `--attention-backend triton`, or `--disable-hybrid-swa-memory`, under which every layer keeps every token",
+)
 LAYER_ROWS: tuple[Refusal[Attending], ...] = (
+    WINDOW_POOL_UNREAD.where(
+        lambda found: (
+            found.windowed
+            and stock_class(type(found.backend)).__name__ == "TorchNativeAttnBackend"
+            and getattr(found.backend, "use_sliding_window_kv_pool", False)
+            and f"{found.named} has a window in a pool of its own"
+        )
+    ),
     Refusal(
         "sliding windows with `flashinfer`",
         "SGLang's flashinfer backend leaves the window out of first chunks",

@@ -14,7 +14,7 @@ from witcert_sglang.geometry import attention_ranks, read_geometry, rotary_modul
 from witcert_sglang.memory import packed_bytes_per_token, side_bytes_per_token
 from witcert_sglang.pool import backend_scales
 from witcert_sglang.refusals.server import BACKENDS
-from witcert_sglang.refusals.worker import FLASHINFER_ROWS, POOL_ROWS, FlashInfer, ServedPool, check_layers
+from witcert_sglang.refusals.worker import FLASHINFER_ROWS, FlashInfer, check_layers, check_pool
 from witcert_sglang.results import report, send_along, streamer_class
 from witcert_sglang.runtime import SglangRuntime
 from witcert_sglang.selfcheck import check_attention
@@ -39,17 +39,21 @@ class SchedulerProcess:
             # Not every way to start a scheduler leads by the main process.
             check_model(self.policy, runner.model_config, checked_options(self.policy, runner.server_args))
             pool, own = runner.token_to_kv_pool, self.policy.meters_engine
-            refuse(POOL_ROWS, ServedPool(pool, self.policy, runner.dtype))
+            subs = check_pool(pool, self.policy, runner.dtype)
             layers = check_layers(runner.model, pool)
             metrics = Metrics() if self.policy.report.prometheus and "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
             ranks = attention_ranks()
-            geometry = read_geometry(runner, backend, ranks.rank, ranks.size, own)
+            windows_of = {layer.layer_id: int(layer.sliding_window_size) for layer in layers}
+            geometry, *others = (
+                read_geometry(runner, backend, sub, max(windows_of[n] for n in sub.layers), ranks.rank, ranks.size, own)
+                for sub in subs
+            )
             scales = backend_scales(layers, runner.server_args.attention_backend) if own else {}
             if own and geometry.device != "cpu":
                 refuse(FLASHINFER_ROWS, FlashInfer(backend, scales))
             tables = None
             if self.quantizer.space == "pre_rope":
-                found = rotary_modules(runner.model, self.policy.quantizer.layers_of(geometry.layers))
+                found = rotary_modules(runner.model, self.policy.quantizer.layers_of(sorted(windows_of)))
                 tables = rotary_tables(found, geometry.head_dim, runner.dtype, geometry.device)
             self.runtime = SglangRuntime(
                 self.policy,
@@ -60,6 +64,8 @@ class SchedulerProcess:
                 scales,
                 tables,
                 runner.req_to_token_pool,
+                others,
+                runner.model_config.num_hidden_layers,
             )
         if self.policy.quantizer.storage != "packed":  # which our own kernels attend
             pool = runner.token_to_kv_pool
@@ -75,6 +81,13 @@ class SchedulerProcess:
         if self.policy.quantizer.storage == "packed":
             return packed_bytes_per_token(self.quantizer, kvc, num_layers)
         return result + side_bytes_per_token(self.policy, kvc, num_layers)
+
+    def after_window_sizes(self, _result: None, configurator: Any, kvc: Any) -> None:
+        """The same for the two pools of layers with and without a window, whose bytes are of one layer each."""
+        beside = side_bytes_per_token(self.policy, kvc, 1)
+        configurator._full_per_token += beside
+        configurator._swa_per_token += beside
+        configurator._recompute_cell_size()
 
     def around_forward(
         self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
@@ -94,12 +107,12 @@ class SchedulerProcess:
             send_along(logits_output, step)
 
     def after_move(self, _result: Any, pool: Any, tgt_loc: Any, src_loc: Any) -> None:
-        if self.runtime is not None and pool is self.runtime.pool:
-            self.runtime.moved(tgt_loc, src_loc)
+        if self.runtime is not None and (number := self.runtime.sub_pool(pool)) is not None:
+            self.runtime.moved(tgt_loc, src_loc, number)
 
     def after_load(self, _result: Any, pool: Any, _copy: Any, indices: Any, *_args: Any, **_kwargs: Any) -> None:
-        if self.runtime is not None and pool is self.runtime.pool:
-            self.runtime.overwritten(indices)
+        if self.runtime is not None and (number := self.runtime.sub_pool(pool)) is not None:
+            self.runtime.overwritten(indices, number)
 
     def after_streamer_class(self, result: type[Any], _scheduler: Any) -> type[Any]:
         return streamer_class(self.live_runtime(), result)

@@ -147,6 +147,9 @@ class MeteredBackend(AttentionBackend):
 class MeteredBuilder(AttentionMetadataBuilder):
     """What is added to a metadata builder: it begins the pass, and chooses a layout of the cache that can be read."""
 
+    # With it vLLM would hand the slots of further cache groups past `build`.
+    supports_update_block_table = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if getattr(self, "isa", None) == "amx":  # whose tiles interleave pairs of channels
@@ -154,7 +157,7 @@ class MeteredBuilder(AttentionMetadataBuilder):
             self._set_isa_to_layers(self.layer_names)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        process.begin_pass(common_attn_metadata)
+        process.metadata_built(self.layer_names[0], common_attn_metadata)
         return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
 
 
@@ -210,7 +213,7 @@ class MeteredImpl(AttentionImpl):
             return own
         runtime = process.runtime()
         update = super().do_kv_cache_update if self.separate_write else None
-        slots = runtime.out_slots
+        slots = runtime.written_of(runtime.layer_ids[layer.layer_name])
         count = slots.numel()
 
         def run(own_k: Tensor | None, own_v: Tensor | None) -> Tensor:

@@ -16,12 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from witcert_core.errors import UnsupportedError
-from witcert_core.serving import META_KEY, StepCells, make_ledger
+from witcert_core.serving import META_KEY, StepCells, make_ledger, without_cache
 from witcert_vllm import process
-from witcert_vllm.geometry import layer_ids, total_qo_heads
+from witcert_vllm.geometry import attention_groups, layer_ids, num_hidden_layers, total_qo_heads
 from witcert_vllm.installation import current
 from witcert_vllm.metrics import CountedStats, Recorder, Shown
 
@@ -38,28 +39,30 @@ class StepMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class PassMetadata(KVConnectorMetadata):
-    """Scheduler to worker: blocks that were just allocated, so that nothing is known of what they hold."""
+    """Scheduler to worker: blocks that were just allocated, so that nothing is known of what they hold.
 
-    unknown_blocks: list[int] = field(default_factory=list)
-    block_size: int = 0
+    unknown: their numbers, by the size of a block and a layer of the cache group that has them.
+    """
+
+    unknown: dict[tuple[int, str], list[int]] = field(default_factory=dict)
 
 
-class WitCertConnector(KVConnectorBase_V1):
+class WitCertConnector(KVConnectorBase_V1, SupportsHMA):
     """One half in the scheduler, one in each worker; offers no tokens and keeps no blocks."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.policy = current()
         self.finished: list[dict[str, Any]] = []
-        self.block_size = vllm_config.cache_config.block_size
         self.beside_another = bool(self._kv_transfer_config.get_from_extra_config("beside", False))
         self._computed: dict[str, int] = {}  # request -> tokens found in vLLM's own prefix cache
-        self._unknown: list[int] = []
+        self._groups = attention_groups(kv_cache_config)
+        self._unknown: dict[tuple[int, str], list[int]] = {}
         if role is KVConnectorRole.SCHEDULER:
             self.recorder = Recorder() if self.policy.report.prometheus else None
-            names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-            layers = sorted(layer_ids(names).values())
-            self.ledger = make_ledger("vllm", self.policy, layers, total_qo_heads(vllm_config), self.recorder)
+            layers = sorted(layer_ids([name for group in self._groups.values() for name in group.layers]).values())
+            others = without_cache(layers, num_hidden_layers(vllm_config))
+            self.ledger = make_ledger("vllm", self.policy, layers, total_qo_heads(vllm_config), self.recorder, others)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -74,8 +77,9 @@ class WitCertConnector(KVConnectorBase_V1):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the pass: forget what blocks held that another connector may fill."""
-        if isinstance(kv_connector_metadata, PassMetadata) and kv_connector_metadata.unknown_blocks:
-            process.runtime().forget_blocks(kv_connector_metadata.unknown_blocks, kv_connector_metadata.block_size)
+        if isinstance(kv_connector_metadata, PassMetadata):
+            for (size, layer_name), blocks in kv_connector_metadata.unknown.items():
+                process.runtime().forget_blocks(blocks, size, layer_name)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         step = process.end_pass()
@@ -108,12 +112,14 @@ class WitCertConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Nothing of ours is loaded into them, but what another connector loads has no witness."""
         if self.beside_another:
-            (ids,) = blocks.get_block_ids()
-            self._unknown += ids[self._computed.pop(request.request_id, 0) // self.block_size :]
+            computed, ids = self._computed.pop(request.request_id, 0), blocks.get_block_ids()
+            for number, group in self._groups.items():
+                new = ids[number][computed // group.block_size :]
+                self._unknown.setdefault((group.block_size, group.layers[0]), []).extend(new)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        unknown, self._unknown = self._unknown, []
-        return PassMetadata(unknown, self.block_size)
+        unknown, self._unknown = self._unknown, {}
+        return PassMetadata(unknown)
 
     def commit(self, step: StepCells, committed: Iterable[int]) -> dict[str, str]:
         """Count the rows of the committed requests, by index in the batch.
@@ -132,6 +138,12 @@ class WitCertConnector(KVConnectorBase_V1):
             return False, None
         self.finished.append(summary)
         return False, {META_KEY: summary}
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """What vLLM asks where a cache may have several groups; nothing of ours is kept in any."""
+        return self.request_finished(request, [])
 
     # Metrics ----------------------------------------------------------------------------------------------------
 

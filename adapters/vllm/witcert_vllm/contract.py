@@ -59,6 +59,12 @@ CONTRACT: tuple[Signature | Members, ...] = (
         ),
     ),
     Members(f"{_V1}.kv_cache_interface.MLAAttentionSpec", ("head_size", "num_kv_heads", "block_size")),
+    Members(f"{_V1}.kv_cache_interface.SlidingWindowSpec", ("sliding_window", "block_size")),
+    Members(f"{_V1}.kv_cache_interface.UniformTypeKVCacheSpecs", ("kv_cache_specs",)),
+    Members(f"{_V1}.kv_cache_interface", ("MambaSpec",)),
+    Members("vllm.model_executor.layers.mamba.abstract", ("MambaBase",)),
+    Signature(f"{_V1}.core.kv_cache_utils.get_kv_cache_groups", ("vllm_config", "kv_cache_spec")),
+    Signature(f"{_KV}.SupportsHMA.request_finished_all_groups", ("self", "request", "block_ids")),
     Members("vllm.config.compilation.PassConfig", ("fuse_rope_kvcache_cat_mla",)),
     Members("vllm.config.compilation.CompilationConfig", ("pass_config", "splitting_ops")),
     *(

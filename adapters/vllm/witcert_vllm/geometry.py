@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from witcert_core import RotarySpec
 from witcert_core.serving import Geometry, Ranks
@@ -37,10 +39,47 @@ def total_qo_heads(vllm_config: Any) -> int:
     return heads
 
 
-def read_geometry(vllm_config: Any, layers: dict[str, Any], num_slots: int, rank: int, num_ranks: int) -> Geometry:
-    """The geometry of `layers` (vLLM's `Attention` or `MLAAttention` by name) on one of the tensor-parallel ranks.
+def num_hidden_layers(vllm_config: Any) -> int:
+    """Layers of the whole model, with or without a cache."""
+    return int(vllm_config.model_config.get_total_num_hidden_layers())
 
-    Latents are the same on every rank: one KV head, of which each rank has a part of the query heads.
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """One of vLLM's cache groups with keys and values: its layers by name, the tokens of one of its blocks, and those
+    before its own that a row finds in it, None for all."""
+
+    layers: Sequence[str]
+    block_size: int
+    window: int | None
+
+
+def attention_groups(kv_cache_config: Any) -> dict[int, AttentionGroup]:
+    """Those of vLLM's `KVCacheConfig`, by its own numbers; others hold recurrent states."""
+    found = {}
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = next(iter(spec.kv_cache_specs.values()))
+        if not isinstance(spec, MambaSpec):
+            window = spec.sliding_window - 1 if isinstance(spec, SlidingWindowSpec) else None
+            found[number] = AttentionGroup(group.layer_names, spec.block_size, window)
+    return found
+
+
+def block_size(layer: Any) -> int:
+    """Tokens of a block in the cache of an attention layer."""
+    return int(layer.kv_cache.shape[1 if is_latent(layer) else 2])
+
+
+def read_geometry(
+    vllm_config: Any, layers: Mapping[str, Any], window: int | None, rank: int, num_ranks: int
+) -> Geometry:
+    """The geometry of `layers` (vLLM's `Attention` or `MLAAttention` by name), of one cache group, on one of the
+    tensor-parallel ranks.
+
+    window: as in `AttentionGroup`. Latents are the same on every rank: one KV head, of which each rank has a part of
+    the query heads.
     """
     first = next(iter(layers.values()))
     config = vllm_config.model_config
@@ -58,10 +97,12 @@ def read_geometry(vllm_config: Any, layers: dict[str, Any], num_slots: int, rank
         kv_head_ids=tuple(range(first_head, first_head + local)),
         head_dim=first.head_size,
         v_head_dim=value_width(first),
-        num_slots=num_slots,
+        num_slots=first.kv_cache.shape[0] * block_size(first),
         pool_dtype=config.dtype,
         rotary=rotary_spec(config.hf_text_config, first.head_size, first.kv_lora_rank if latent else 0),
         device=first.kv_cache.device.type,
+        window=window,
+        null_slots=0 if window is None else 1,  # of block 0, which vLLM fills with nobody's tokens
     )
 
 

@@ -28,9 +28,15 @@ FORWARD_MQA = ("self", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")
 class MeteredLatentBuilder(AttentionMetadataBuilder):
     """What is added to a metadata builder: it begins the pass, once it is known whose latents are multiplied out."""
 
+    supports_update_block_table = False  # see `backend.MeteredBuilder`
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], *args: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, *args, **kwargs)
+        self.layer_names = layer_names  # which vLLM's own builders for latents do not keep
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
-        process.begin_pass(common_attn_metadata, metadata.num_decodes)
+        process.metadata_built(self.layer_names[0], common_attn_metadata, metadata.num_decodes)
         return metadata
 
 
@@ -141,7 +147,7 @@ class MeteredLatentImpl(MLAAttentionImpl):
         """Put rows [N, 1, D] in the place of what was written; None leaves that."""
         if rows is not None:
             latents, rotated = rows.split([written.latents.shape[-1], written.rotated.shape[-1]], -1)
-            slots = process.runtime().out_slots
+            slots = process.runtime().written_of(self.layer_id)
             super().do_kv_cache_update(
                 latents[:, 0], rotated, written.kv_cache, slots, written.kv_cache_dtype, written.k_scale
             )

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
+
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from witcert_core import Policy
 from witcert_core.serving import QuantizeSchedule, capacity
 from witcert_vllm.geometry import rotary_spec
 
 
-def side_bytes_per_token(policy: Policy, vllm_config: Any, specs: Mapping[str, Any]) -> int:
-    """Bytes of a token in the side tensors of all layers of this rank, plus its pass id; `specs` by layer name."""
+def bytes_per_block(policy: Policy, vllm_config: Any, specs: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes of one of vLLM's blocks in its cache, and beside it; `specs` of all layers by name.
+
+    The cache groups share the blocks; beside them every layer has a place for each.
+    """
+    groups = get_kv_cache_groups(vllm_config, deepcopy(dict(specs)))  # which changes them
+    cache, beside = [], 0
+    for group in groups:
+        of_group = [
+            getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+            for name in group.layer_names
+        ]
+        cache.append(sum(spec.page_size_bytes for spec in of_group))
+        attending = [spec for spec in of_group if not isinstance(spec, MambaSpec)]
+        if attending:
+            beside += attending[0].block_size * side_bytes_per_token(policy, vllm_config, attending)
+    return max(cache), beside
+
+
+def side_bytes_per_token(policy: Policy, vllm_config: Any, specs: Sequence[Any]) -> int:
+    """Bytes of a token in the side tensors of the layers of a cache group on this rank, plus its pass id."""
     quantizer, model = policy.resolved_quantizer, vllm_config.model_config
     if policy.quantizer.storage == "packed":
         return capacity.PASS_ID_BYTES
-    (spec, *_others) = specs.values()
+    spec = specs[0]
     latent = model.hf_text_config.kv_lora_rank if model.use_mla else 0
     rotary = rotary_spec(model.hf_text_config, spec.head_size, latent)
     per_head = capacity.side_bytes_per_head(

@@ -22,12 +22,20 @@ SCALE_BYTES = 4  # a float32 after the codes of a token and head
 class PagePool:
     """The core's `Pool` over views of vLLM's cache.
 
-    layers: keys [BLOCKS, Hkv, D, N] and values [BLOCKS, Hkv, N, Dv] by global layer id; N = block_size.
+    layers: keys [BLOCKS, Hkv, D, N] and values [BLOCKS, Hkv, N, Dv] by global layer id; N may differ between cache
+    groups.
     """
 
-    def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]], block_size: int) -> None:
+    def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         self.layers = dict(layers)
-        self.block_size = block_size
+
+    def block_size(self, layer: int) -> int:
+        return self.layers[layer][0].shape[-1]
+
+    def _places(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks, and places in them."""
+        size = self.block_size(layer)
+        return slots // size, slots % size
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Keys [BLOCKS, N, Hkv, D] and values [BLOCKS, N, Hkv, Dv]; None where a key's channels lie apart."""
@@ -37,18 +45,18 @@ class PagePool:
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.layers[layer]
-        block, inside = slots // self.block_size, slots % self.block_size
+        block, inside = self._places(layer, slots)
         return keys[block, :, :, inside], values[block, :, inside]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         keys, values = self.layers[layer]
-        block, inside = slots // self.block_size, slots % self.block_size
+        block, inside = self._places(layer, slots)
         keys[block, :, :, inside] = k.to(keys)
         values[block, :, inside] = v.to(values)
 
     def restore(self, layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:
         keys, values = self.layers[layer]
-        block, inside = slots // self.block_size, slots % self.block_size
+        block, inside = self._places(layer, slots)
         keys[block, head, :, inside] = k.to(keys)
         values[block, head, inside] = v.to(values)
 
@@ -56,13 +64,16 @@ class PagePool:
 class LatentPool:
     """The core's `Pool` over caches [BLOCKS, N, D] of latents: a value is the first channels of its key.
 
-    layers: by global layer id; N = block_size. No kernel reads such rows yet, so there are no `pages`.
+    layers: by global layer id. No kernel reads such rows yet, so there are no `pages`.
     """
 
     def __init__(self, layers: Mapping[int, Tensor], latent_dim: int) -> None:
         self.layers = {layer: cache.flatten(0, 1) for layer, cache in layers.items()}
         self.latent_dim = latent_dim
-        self.block_size = next(iter(layers.values())).shape[1]
+        self._block_sizes = {layer: cache.shape[1] for layer, cache in layers.items()}
+
+    def block_size(self, layer: int) -> int:
+        return self._block_sizes[layer]
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.layers[layer][slots, None]
@@ -110,7 +121,8 @@ def check_layout(
     comes back is off by more than `tolerance` times the pattern's largest entry.
     """
     before = kv_cache[:2].clone()
-    slots = torch.arange(pool.block_size - 3, pool.block_size + 5, device=kv_cache.device)  # across two blocks
+    size = pool.block_size(layer)
+    slots = torch.arange(size - 3, size + 5, device=kv_cache.device)  # across two blocks
 
     def pattern(shape: tuple[int, int], period: int) -> Tensor:
         """Small integers, exact in every float format a cache can have."""
@@ -154,11 +166,10 @@ class Float8Pool(EnginePool):
     def __init__(
         self,
         layers: Mapping[int, tuple[Tensor, Tensor]],
-        block_size: int,
         dtype: torch.dtype,
         scales: Mapping[int, tuple[float, float]],
     ) -> None:
-        super().__init__(layers, block_size)
+        super().__init__(layers)
         self.dtype = dtype
         self.scales = dict(scales)
 
@@ -174,8 +185,8 @@ class PerTokenHeadPool(EnginePool):
     layers: codes and scale, of keys as [BLOCKS, Hkv, D + 4, N] and of values as [BLOCKS, Hkv, N, D + 4] bytes.
     """
 
-    def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]], block_size: int, dtype: torch.dtype) -> None:
-        super().__init__(layers, block_size)
+    def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]], dtype: torch.dtype) -> None:
+        super().__init__(layers)
         self.dtype = dtype
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +199,7 @@ class PerTokenHeadPool(EnginePool):
         return values
 
 
-def engine_pool(layers: Mapping[str, Any], ids: Mapping[str, int], block_size: int) -> EnginePool:
+def engine_pool(layers: Mapping[str, Any], ids: Mapping[str, int]) -> EnginePool:
     """The pool over vLLM's `Attention` layers by name; UnsupportedError for a cache that cannot be read back."""
     first = next(iter(layers.values()))
     dtype, backend = first.kv_cache_dtype, first.attn_backend.get_name()
@@ -200,13 +211,13 @@ def engine_pool(layers: Mapping[str, Any], ids: Mapping[str, int], block_size: i
     if dtype in FLOAT8 and backend == "CPU_ATTN":
         views = {ids[name]: cpu_views(layer.kv_cache, layer.head_size, layer.isa) for name, layer in layers.items()}
         scales = {ids[name]: (layer._k_scale_float, layer._v_scale_float) for name, layer in layers.items()}
-        return Float8Pool(views, block_size, FLOAT8[dtype], scales)
+        return Float8Pool(views, FLOAT8[dtype], scales)
     if dtype in PER_TOKEN_HEAD and backend == "TRITON_ATTN":
         halves = {
             ids[name]: plain_views(layer.kv_cache.view(torch.int8), layer.head_size + SCALE_BYTES)
             for name, layer in layers.items()
         }
-        return PerTokenHeadPool(halves, block_size, PER_TOKEN_HEAD[dtype])
+        return PerTokenHeadPool(halves, PER_TOKEN_HEAD[dtype])
     raise UnsupportedError(
         f"quantizer.name: engine: what {backend} reads of a {dtype} cache is not known; metered are "
         f"{', '.join(FLOAT8)} on CPU_ATTN and {', '.join(PER_TOKEN_HEAD)} on TRITON_ATTN"

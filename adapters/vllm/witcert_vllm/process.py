@@ -1,8 +1,8 @@
 """What one worker process knows: its runtime, and whose pass is running.
 
 vLLM's attention metadata has no request ids. Both model runners know them just before they build it, so the worker
-leaves them here (`announce`) and the metadata builder takes them (`begin_pass`). Warm-up and profiling passes announce
-nothing and stay untouched.
+leaves them here (`announce`) and the metadata builders take them (`metadata_built`): the pass begins when those of all
+cache groups are there. Warm-up and profiling passes announce nothing and stay untouched.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _runtime: VllmRuntime | None = None
 _announced: list[str] | None = None
+_built: dict[int, Any] = {}
+"""Metadata of the announced pass by cache group."""
 
 
 def set_runtime(runtime: VllmRuntime | None) -> None:
@@ -44,15 +46,22 @@ def announce(request_ids: Sequence[str]) -> None:
     """The requests of the pass that is about to run, in the order of the batch."""
     global _announced
     _announced = list(request_ids)
+    _built.clear()
 
 
-def begin_pass(metadata: Any, absorbed: int | None = None) -> None:
-    """The pass's shapes are known (`CommonAttentionMetadata`); absorbed: see `VllmRuntime.begin_pass`."""
+def metadata_built(layer_name: str, metadata: Any, absorbed: int | None = None) -> None:
+    """The pass's shapes and slots are known (`CommonAttentionMetadata`) for the layers of one cache group.
+
+    absorbed: see `VllmRuntime.begin_pass`.
+    """
     global _announced
     if _announced is None:
         return
-    ids, _announced = _announced, None
-    runtime().begin_pass(ids, metadata, absorbed)
+    live = runtime()
+    _built.setdefault(live.group_of_name(layer_name), metadata)
+    if len(_built) == len(live.groups):
+        ids, _announced = _announced, None
+        live.begin_pass(ids, [_built[number] for number in range(len(live.groups))], absorbed)
 
 
 def end_pass() -> StepCells | None:

@@ -12,38 +12,59 @@ from torch import Tensor
 
 from witcert_core import AttentionSpec
 from witcert_core.errors import UnsupportedError
-from witcert_core.serving import DECOMPRESSED, AttentionCall, KernelArithmetic, RequestPass, Runtime
+from witcert_core.serving import DECOMPRESSED, AttentionCall, GroupSlots, KernelArithmetic, RequestPass, Runtime
 
 
 class VllmRuntime(Runtime):
-    """The meter of one worker process; its ledger is the scheduler's (`connector.py`)."""
+    """The meter of one worker process; its ledger is the scheduler's (`connector.py`).
+
+    block_sizes: by cache group. written: by cache group, the slots [N] of the pass's new tokens.
+    """
 
     layer_ids: dict[str, int]
-    block_size: int
-    out_slots: Tensor
+    block_sizes: list[int]
+    written: list[Tensor]
     positions: Tensor
 
-    def begin_pass(self, request_ids: Sequence[str], metadata: Any, absorbed: int | None = None) -> None:
-        """A pass over `request_ids`, described by vLLM's `CommonAttentionMetadata`.
+    def group_of_name(self, layer_name: str) -> int:
+        """The number of the cache group that an attention layer belongs to."""
+        return self.group_of[self.layer_ids[layer_name]]
+
+    def written_of(self, layer: int) -> Tensor:
+        """The slots [N] of the pass's new tokens in a layer."""
+        return self.written[self.group_of[layer]]
+
+    def begin_pass(self, request_ids: Sequence[str], groups: Sequence[Any], absorbed: int | None = None) -> None:
+        """A pass over `request_ids`, described by vLLM's `CommonAttentionMetadata` of each cache group.
 
         absorbed: of a latent cache, how many of the first requests attend to latents; the others' are multiplied out
         to keys and values of heads. None of a cache of keys and values.
         """
+        metadata = groups[0]
         if metadata.causal is not True or metadata.mm_req_doc_ranges is not None:
             raise UnsupportedError("a pass attends bidirectionally, which the meter does not follow")
         starts = metadata.query_start_loc_cpu[: len(request_ids) + 1].tolist()
         lengths = metadata.seq_lens[: len(request_ids)].tolist()
         new = [end - begin for begin, end in pairwise(starts)]
-        slots = slots_of(metadata.block_table_tensor[: len(request_ids)], max(lengths), self.block_size)
-        self.out_slots = metadata.slot_mapping[: starts[-1]].to(torch.int64)
         # Of each new token: its request and its place in the request.
         rows = [(i, place) for i, end in enumerate(lengths) for place in range(end - new[i], end)]
-        request, self.positions = torch.tensor(rows, dtype=torch.int64, device=self.out_slots.device).unbind(1)
-        if not torch.equal(slots[request, self.positions], self.out_slots):
-            raise UnsupportedError(
-                "the slots vLLM writes are not the last ones of its block tables, so the meter would read others; "
-                "install the vLLM version that docs/limits.md names, or unset WITCERT_POLICY"
-            )
+        device = metadata.slot_mapping.device
+        request, self.positions = torch.tensor(rows, dtype=torch.int64, device=device).unbind(1)
+        self.written = [of.slot_mapping[: starts[-1]].to(torch.int64) for of in groups]
+        tables = []
+        for number, of in enumerate(groups):
+            slots = slots_of(of.block_table_tensor[: len(request_ids)], max(lengths), self.block_sizes[number])
+            if not torch.equal(slots[request, self.positions], self.written[number]):
+                raise UnsupportedError(
+                    "the slots vLLM writes are not the last ones of its block tables, so the meter would read others; "
+                    "install the vLLM version that docs/limits.md names, or unset WITCERT_POLICY"
+                )
+            mine = [slots[i, :length] for i, length in enumerate(lengths)]
+            if (window := self.groups[number].geometry.window) is not None:
+                # vLLM frees blocks that left the window, and leaves their numbers in the tables of the worker.
+                for own, count in zip(mine, new, strict=True):
+                    own[: max(own.numel() - count - window, 0)] = 0
+            tables.append(mine)
         prefilling: Sequence[bool | None] = [None] * len(new)
         if metadata.is_prefilling is not None:
             prefilling = metadata.is_prefilling[: len(new)].tolist()
@@ -54,7 +75,7 @@ class VllmRuntime(Runtime):
         requests = [
             RequestPass(
                 rid,
-                slots[i, : lengths[i]],
+                tables[0][i],
                 new[i],
                 prefilling[i],
                 stored[i],
@@ -62,7 +83,8 @@ class VllmRuntime(Runtime):
             )
             for i, rid in enumerate(request_ids)
         ]
-        self.begin(requests, self.out_slots)
+        others = [GroupSlots(*of) for of in zip(tables[1:], self.written[1:], strict=True)]
+        self.begin(requests, self.written[0], others)
 
     def _reads_stored(self, prefilling: Sequence[bool | None], new_tokens: Sequence[int]) -> list[bool]:
         """Whose new tokens read their quantized selves. A chunk's last is no decode row."""
@@ -72,17 +94,19 @@ class VllmRuntime(Runtime):
             raise UnsupportedError("vLLM does not say which requests are prefilling, so chunks cannot be told apart")
         return [not chunk and count == 1 for chunk, count in zip(prefilling, new_tokens, strict=True)]
 
-    def forget_blocks(self, blocks: Sequence[int], size: int) -> None:
-        """Nothing is known any more of what these blocks of `size` tokens hold: something else may write them.
+    def forget_blocks(self, blocks: Sequence[int], size: int, layer_name: str) -> None:
+        """Nothing is known any more of what these blocks of `size` tokens of a layer's cache group hold: something else
+        may write them.
 
         Model runner V2 says so when the pass has begun; what that pass itself writes will be known.
         """
-        device = self.out_slots.device
+        group = self.group_of_name(layer_name)
+        device = self.groups[group].pass_ids.device
         first = torch.tensor(list(blocks), dtype=torch.int64, device=device) * size
         slots = (first[:, None] + torch.arange(size, device=device)).flatten()
         if self.in_pass:
-            slots = slots[~torch.isin(slots, self.out_slots)]
-        self.overwritten(slots)
+            slots = slots[~torch.isin(slots, self.written[group])]
+        self.overwritten(slots, group)
 
     def attend_latent(
         self, impl: Any, layer: int, query: Tensor, rows: Tensor, run: Callable[[Tensor | None, Tensor | None], Tensor]
@@ -90,17 +114,19 @@ class VllmRuntime(Runtime):
         """One layer over latents: query [M, H, D] of the M first tokens, those that attend to latents; rows [>= N, D],
         what the model handed over for all."""
         g = self.geometry
-        exact = rows[: self.out_slots.numel(), None].to(g.pool_dtype)
+        slots = self.written_of(layer)
+        exact = rows[: slots.numel(), None].to(g.pool_dtype)
         arithmetic = None
         if query.device.type == "cpu":
-            arithmetic = replace(cpu_arithmetic(query.dtype, impl), merged_tokens=self.block_size)
+            merged = self.block_sizes[self.group_of[layer]]
+            arithmetic = replace(cpu_arithmetic(query.dtype, impl), merged_tokens=merged)
         return self.attend(
             AttentionCall(
                 layer=layer,
                 q=query,
                 exact_k=exact,
                 exact_v=exact[..., : g.v_head_dim],
-                slots=self.out_slots,
+                slots=slots,
                 positions=self.positions,
                 spec=AttentionSpec(sm_scale=float(impl.scale), arithmetic=arithmetic),
                 run=run,
@@ -124,19 +150,22 @@ class VllmRuntime(Runtime):
             )
         g, count = self.geometry, query.shape[0]
         cap = getattr(impl, "logits_soft_cap", None) or 0.0  # 0 or None: no cap
+        number = self.layer_ids[layer.layer_name]
         return self.attend(
             AttentionCall(
-                layer=self.layer_ids[layer.layer_name],
+                layer=number,
                 q=query.reshape(count, g.num_qo_heads, g.head_dim),
                 # Exact is what a plain pool would have held: rounding to its dtype is not the quantizer's doing, and
                 # must come first, or the dither's radius would miss it.
                 exact_k=key[:count].reshape(count, g.num_kv_heads, g.head_dim).to(g.pool_dtype),
                 exact_v=value[:count].reshape(count, g.num_kv_heads, g.v_head_dim).to(g.pool_dtype),
-                slots=self.out_slots,
+                slots=self.written_of(number),
                 positions=self.positions,
                 spec=AttentionSpec(
                     sm_scale=float(impl.scale),
                     logits_soft_cap=float(cap),
+                    # vLLM counts the row's own token among those of the window.
+                    window_left=-1 if layer.sliding_window is None else layer.sliding_window - 1,
                     sinks=sinks_of(impl),
                     arithmetic=cpu_arithmetic(query.dtype, impl) if query.device.type == "cpu" else None,
                 ),

@@ -10,11 +10,14 @@ from vllm.config.kv_transfer import KVTransferConfig
 from witcert_core import Policy
 from witcert_core.errors import WitCertError
 from witcert_core.serving import (
+    GROUP_ROWS,
+    Grouped,
     check_declared,
     check_served,
     check_writable,
     in_one_line,
     prepare_kernels,
+    refuse,
     refuse_on_error,
 )
 from witcert_vllm.backend import STOCK, take_over
@@ -63,8 +66,9 @@ def _before(policy: Policy, args: Any) -> None:
 def _after(policy: Policy, config: Any, kv_cache_dtype: str) -> Any:
     """Refuses what vLLM made of them and of the model's files, and chooses the worker and the scheduler."""
     check_resolved(config)
-    device = config.device_config.device_type
-    check_served(VllmModel(config.model_config, policy, device, kv_cache_dtype=kv_cache_dtype), ROWS)
+    model = VllmModel(config.model_config, policy, config.device_config.device_type, kv_cache_dtype=kv_cache_dtype)
+    check_served(model, ROWS)
+    refuse(GROUP_ROWS, expected_groups(model, config))
     check_config(Resolved(config, policy, STOCK))
     if policy.report.jsonl:
         check_writable(policy.report.jsonl)
@@ -74,6 +78,16 @@ def _after(policy: Policy, config: Any, kv_cache_dtype: str) -> Any:
     kind = "MeteredAsyncScheduler" if scheduler.async_scheduling else "MeteredScheduler"
     scheduler.scheduler_cls = f"witcert_vllm.scheduler.{kind}"
     return config
+
+
+def expected_groups(model: VllmModel, config: Any) -> Grouped:
+    """The cache groups that vLLM will make for the windows of a model; it keeps every token beside full attention where
+    its hybrid manager is off."""
+    every, windows = model.attention.layers, [layer.window for layer in model.attention.windows if layer.window]
+    mixed = 0 < len(windows) < len(every)
+    if not windows or (mixed and config.scheduler_config.disable_hybrid_kv_cache_manager):
+        return Grouped(model.policy, 1, None)
+    return Grouped(model.policy, 1 + mixed, min(windows) - 1)
 
 
 def own_connector(beside: bool) -> dict[str, Any]:

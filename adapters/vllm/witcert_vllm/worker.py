@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +19,19 @@ from witcert_core.errors import UnsupportedError, WitCertError
 from witcert_core.serving import Buffers, banner_text, in_one_line, refuse, rotary_tables
 from witcert_vllm import process
 from witcert_vllm.backend import described, is_stock, take_over
-from witcert_vllm.geometry import layer_ids, read_geometry, rotary_modules, tensor_ranks, value_width
+from witcert_vllm.geometry import (
+    AttentionGroup,
+    attention_groups,
+    block_size,
+    layer_ids,
+    num_hidden_layers,
+    read_geometry,
+    rotary_modules,
+    tensor_ranks,
+    value_width,
+)
 from witcert_vllm.installation import current
-from witcert_vllm.memory import side_bytes_per_token
+from witcert_vllm.memory import bytes_per_block
 from witcert_vllm.packed import layout_of, packed_layer
 from witcert_vllm.pool import LatentPool, PagePool, check_layout, cpu_views, engine_pool, plain_views
 from witcert_vllm.refusals.model import untried_device
@@ -75,13 +85,14 @@ class MeteredWorker(WorkerBase):
         available: int = super().determine_available_memory()
         specs = self.model_runner.get_kv_cache_spec()
         check_specs(specs)
-        page = sum(spec.page_size_bytes / spec.block_size for spec in specs.values())
-        return int(available * page / (page + side_bytes_per_token(current(), self.vllm_config, specs)))
+        block, beside = bytes_per_block(current(), self.vllm_config, specs)
+        return int(available * block / (block + beside))
 
     @names_refusals
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
-        runtime = build_runtime(current(), self.vllm_config, self.model_runner.model)
+        groups = attention_groups(kv_cache_config).values()
+        runtime = build_runtime(current(), self.vllm_config, self.model_runner.model, groups)
         process.set_runtime(runtime)
         if runtime.ranks.reports:
             print(
@@ -122,15 +133,14 @@ def wrap_method(owner: Any, name: str, after: Callable[..., None]) -> None:
     setattr(owner, name, wrapper)
 
 
-def build_runtime(policy: Policy, vllm_config: Any, model: Any) -> VllmRuntime:
+def build_runtime(policy: Policy, vllm_config: Any, model: Any, groups: Iterable[AttentionGroup]) -> VllmRuntime:
     """The meter over the cache that was just allocated; raises UnsupportedError for layers it does not follow."""
     layers = attention_layers(vllm_config)
-    first = next(iter(layers.values()))
-    latent = is_latent(first)
-    block_size = first.kv_cache.shape[1 if latent else 2]
+    latent = is_latent(next(iter(layers.values())))
     ids = layer_ids(list(layers))
     ranks = tensor_ranks()
-    geometry = read_geometry(vllm_config, layers, first.kv_cache.shape[0] * block_size, ranks.rank, ranks.size)
+    grouped = [({name: layers[name] for name in of.layers}, of.window) for of in groups]
+    geometry, *others = (read_geometry(vllm_config, of, window, ranks.rank, ranks.size) for of, window in grouped)
     quantizer, tables = policy.resolved_quantizer, None
     pool: PagePool | LatentPool | Buffers
     if policy.quantizer.storage == "packed":
@@ -144,23 +154,35 @@ def build_runtime(policy: Policy, vllm_config: Any, model: Any) -> VllmRuntime:
         if latent:
             pool = LatentPool({ids[name]: layer.kv_cache for name, layer in layers.items()}, geometry.v_head_dim)
         else:
-            pool = engine_pool(layers, ids, block_size) if own else page_pool(layers, ids, block_size)
+            pool = engine_pool(layers, ids) if own else page_pool(layers, ids)
         # A quantized cache gives the pattern back to within half a step of its coarsest code.
         check_layouts(pool, layers, ids, geometry.pool_dtype, tolerance=1 / 64 if own else 0.0)
     if quantizer.space == "pre_rope":
-        quantized = set(policy.quantizer.layers_of(geometry.layers))
+        quantized = set(policy.quantizer.layers_of(sorted(ids.values())))
         wanted = {name: layer for name, layer in ids.items() if layer in quantized}
         dtype = vllm_config.model_config.dtype
         tables = rotary_tables(rotary_modules(model, wanted), geometry.head_dim, dtype, geometry.device)
-    runtime = VllmRuntime("vllm", policy, geometry, pool, None, ranks, tables, keeps_ledger=False)
-    runtime.layer_ids, runtime.block_size = ids, block_size
+    runtime = VllmRuntime(
+        "vllm",
+        policy,
+        geometry,
+        pool,
+        None,
+        ranks,
+        tables,
+        others=others,
+        num_hidden_layers=num_hidden_layers(vllm_config),
+        keeps_ledger=False,
+    )
+    runtime.layer_ids = ids
+    runtime.block_sizes = [block_size(next(iter(of.values()))) for of, _ in grouped]
     if latent:
         for name, layer in layers.items():
             layer.impl.layer_id = ids[name]
     return runtime
 
 
-def page_pool(layers: dict[str, Any], ids: dict[str, int], block_size: int) -> PagePool:
+def page_pool(layers: dict[str, Any], ids: dict[str, int]) -> PagePool:
     """The pool over the caches of all layers."""
 
     def views(layer: Any) -> Any:
@@ -168,7 +190,7 @@ def page_pool(layers: dict[str, Any], ids: dict[str, int], block_size: int) -> P
             return cpu_views(layer.kv_cache, layer.head_size, layer.isa)
         return plain_views(layer.kv_cache, layer.head_size)
 
-    return PagePool({ids[name]: views(layer) for name, layer in layers.items()}, block_size)
+    return PagePool({ids[name]: views(layer) for name, layer in layers.items()})
 
 
 def check_layouts(

@@ -60,10 +60,6 @@ class DeclaredModel(ServedModel):
         return self.attention.layers[0].head_dim
 
     @property
-    def num_layers(self) -> int:
-        return self.attention.num_hidden_layers
-
-    @property
     def num_qo_heads(self) -> int:
         return self.attention.num_qo_heads
 

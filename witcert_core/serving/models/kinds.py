@@ -6,7 +6,7 @@ from typing import Protocol
 
 from witcert_core.serving.refusals import Refusal
 
-_WHOLE = "metered are models whose every layer caches keys and values of its own for all tokens"
+_WHOLE = "metered are layers that cache keys and values of their own"
 _CAUSAL = "metered is causal softmax over a layer's own keys"
 _DECODERS = "metered are decoder-only models"
 

@@ -53,9 +53,9 @@ class ServedModel(ABC):
     def head_dim(self) -> int: ...
 
     @property
-    @abstractmethod
-    def num_layers(self) -> int:
-        """Layers of the whole model."""
+    def layers(self) -> tuple[int, ...]:
+        """The layers that cache keys and values, of the whole model."""
+        return tuple(layer.index for layer in self.attention.layers)
 
     @property
     @abstractmethod
@@ -94,7 +94,7 @@ KIND_ROWS: tuple[Refusal[ServedModel], ...] = (
         "what their cache holds is not known",
         "please report the model",
     ),
-    *(KINDS[kind] for kind in ("none", "state", "shared", "chunked", "shapes")),
+    *(KINDS[kind] for kind in ("shared", "chunked", "shapes")),
     *(KINDS[kind] for kind in ("diffusion", "bidirectional", "alibi")),
 )
 QUANTIZED: Refusal[ServedModel] = Refusal(
@@ -228,8 +228,8 @@ def model_checks(model: ServedModel, rows: Sequence[Refusal[Any]]) -> list[tuple
             "head size",
             lambda: check_quantizer(policy.resolved_quantizer, model.head_dim, latent_dim=model.attention.latent_dim),
         ),
-        ("quantizer.layers", lambda: policy.quantizer.layers_of(range(model.num_layers))),
-        ("meter.layers", lambda: policy.meter.layers_of(range(model.num_layers))),
+        ("quantizer.layers", lambda: policy.quantizer.layers_of(model.layers)),
+        ("meter.layers", lambda: policy.meter.layers_of(model.layers)),
     ]
 
 

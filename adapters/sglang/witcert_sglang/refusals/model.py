@@ -17,6 +17,10 @@ from witcert_core.serving import (
     Refusal,
     ServedModel,
 )
+from witcert_sglang.windows import WINDOW_POOL_UNREAD
+
+KEEP_STATES = ("falconh1", "granitemoehybrid", "nemotronh", "lfm2", "qwen3next", "qwen35", "kimilinear")
+"""Families for whose recurrent layers SGLang keeps states, in letters and digits of their architectures alone."""
 
 
 @dataclass(frozen=True)
@@ -35,32 +39,15 @@ class SglangModel(ServedModel):
         return self.attention.layers[0].head_dim if latent else int(self.config.head_dim)
 
     @property
-    def num_layers(self) -> int:
-        return int(self.config.num_attention_layers)
-
-    @property
     def num_qo_heads(self) -> int:
         return int(self.config.num_attention_heads)
 
 
-def _recurrent(model: SglangModel) -> tuple[int, int] | None:
-    """Layers without a cache, and all, of a model that SGLang knows to keep recurrent states."""
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    if (recurrent := mambaish_config(model.config)) is None:
-        return None
-    attending, layers = getattr(recurrent, "full_attention_layer_ids", None), model.num_layers
-    return 0 if attending is None else layers - len(attending), layers
-
-
-def _some_without_cache(model: SglangModel) -> str | bool:
-    without, layers = _recurrent(model) or (0, 0)
-    return without > 0 and f"{model.name} has layers without a KV cache ({without} of {layers})"
-
-
-def _states_beside(model: SglangModel) -> str | bool:
-    said = f"{model.name} has layers that keep a recurrent state beside their KV cache"
-    return _recurrent(model) is not None and said
+def _unknown_states(model: ServedModel) -> str | bool:
+    """Layers without keys and values in a model that is none of those for which SGLang keeps recurrent states."""
+    family = "".join(filter(str.isalnum, model.name)).lower()
+    odd = {"none", "state"} & model.kinds and not any(name in family for name in KEEP_STATES)
+    return bool(odd) and f"{model.name} has layers without a KV cache{model.count('none')}"
 
 
 def _narrow_pool(model: SglangModel) -> str | bool:
@@ -99,14 +86,20 @@ def _without_class(model: SglangModel) -> str:
     return ""
 
 
+UNKNOWN_STATES: Refusal[ServedModel] = Refusal(
+    "layers without a KV cache, other than recurrent ones in a `HybridLinearKVPool` (Falcon-H1, Granite 4, Nemotron-H, "
+    "LFM2, Qwen3-Next and 3.5, Kimi Linear)",
+    "what these keep is not followed",
+    "metered are layers that cache keys and values of their own, beside such recurrent ones",
+    _unknown_states,
+)
 ARCH_ROWS: tuple[Refusal[SglangModel], ...] = (
     KINDS["state-space"].where(
         lambda model: model.config.attention_arch.name == "SSM" and f"{model.name} has no attention",
     ),
-    KINDS["none"].where(_some_without_cache),
-    KINDS["state"].where(_states_beside),
     *KIND_ROWS,
     *LATENT_ROWS,
+    UNKNOWN_STATES,
     KINDS["mla"].where(
         lambda model: (
             (model.config.attention_arch.name == "MLA") != ("mla" in model.kinds)
@@ -150,11 +143,12 @@ LATENT_CHUNK_ROWS: tuple[Refusal[SglangModel], ...] = (
 )
 MODEL_ROWS: tuple[Refusal[SglangModel], ...] = (
     QUANTIZED,
-    Refusal(
-        "layers with a window in a pool of their own (`SWAKVPool`; gpt-oss)",
-        "its slots are not one token each",
-        "use `--disable-hybrid-swa-memory`, under which every layer keeps every token (metered with `triton` or `fa3`)",
-        lambda model: model.config.is_hybrid_swa and f"{model.name} keeps layers with a window in a pool of their own",
+    WINDOW_POOL_UNREAD.where(
+        lambda model: (
+            model.config.is_hybrid_swa
+            and model.backend == "torch_native"
+            and f"{model.name} keeps layers with a window in a pool of their own"
+        )
     ),
     Refusal(
         "`--kv-cache-dtype bf16` under a model of another dtype without `quantizer.name: engine`",
@@ -190,5 +184,5 @@ NO_CLASS: Refusal[SglangModel] = Refusal(
     _without_class,
 )
 ROWS = (*ARCH_ROWS, *MODEL_ROWS, NO_CLASS)
-DECLARED = DECLARED_ROWS
+DECLARED = (*DECLARED_ROWS, UNKNOWN_STATES)
 """What is refused by a model's files alone, before SGLang reads them."""

@@ -10,6 +10,7 @@ import torch
 
 from witcert_core import Policy
 from witcert_core.serving import Refusal, refuse
+from witcert_sglang.sub_pools import SubPool, is_latent, sub_pools
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,21 @@ class ServedPool:
 
 
 def _other_pool(served: ServedPool) -> str | bool:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    known = type(served.pool) in (MHATokenToKVPool, MLATokenToKVPool)
-    return not known and f"the server uses {type(served.pool).__name__}"
+    pool, plain = served.pool, (MHATokenToKVPool, MLATokenToKVPool)
+    known = type(pool) in (*plain, SWAKVPool, HybridLinearKVPool)
+    odd = [pool] if not known else [sub.pool for sub in sub_pools(pool) if type(sub.pool) not in plain]
+    return bool(odd) and f"the server uses {type(odd[0]).__name__}"
+
+
+def _combined(served: ServedPool, engine: bool) -> str | bool:
+    """A pool of pools under a policy that knows one pool; engine: one that meters SGLang's own cache."""
+    policy, subs = served.policy, sub_pools(served.pool)
+    asked = policy.meters_engine if engine else policy.quantizer.storage == "packed"
+    said = "quantizer.name: engine" if engine else "quantizer.storage: packed"
+    return asked and subs[0].pool is not served.pool and f"{said} in a {type(served.pool).__name__}"
 
 
 def _kernels_alone(served: ServedPool) -> str | bool:
@@ -44,13 +56,28 @@ def _kernels_alone(served: ServedPool) -> str | bool:
     )
 
 
-POOL_ROWS: tuple[Refusal[ServedPool], ...] = (
+OUTER_POOL_ROWS: tuple[Refusal[ServedPool], ...] = (
     Refusal(
-        "pools other than `MHATokenToKVPool` and `MLATokenToKVPool` (sliding-window, hybrid and indexed pools)",
+        "pools other than `MHATokenToKVPool` and `MLATokenToKVPool`, alone or within `SWAKVPool` or "
+        "`HybridLinearKVPool`",
         "its slots are not one token each",
-        "metered are MHATokenToKVPool and MLATokenToKVPool (full attention in every layer)",
+        "metered are these",
         _other_pool,
     ),
+    Refusal(
+        "`quantizer.name: engine` in a `SWAKVPool` or `HybridLinearKVPool`",
+        "what SGLang's kernels read there was not tried",
+        "name a quantizer in the policy and use `--kv-cache-dtype auto`",
+        lambda served: _combined(served, engine=True),
+    ),
+    Refusal(
+        "`quantizer.storage: packed` in a `SWAKVPool` or `HybridLinearKVPool`",
+        "codes are laid out over one pool of all layers",
+        "set `quantizer.storage` to 'simulated'",
+        lambda served: _combined(served, engine=False),
+    ),
+)
+POOL_ROWS: tuple[Refusal[ServedPool], ...] = (
     Refusal(
         "pools in another layout than NHD",
         "the meter reads a token's heads one after the other",
@@ -179,24 +206,33 @@ ONE_LAYER_EACH: Refusal[None] = Refusal(
 )
 
 
-def is_latent(pool: Any) -> bool:
-    """Whether a pool of SGLang's keeps latents (`MLATokenToKVPool`), not keys and values of heads."""
-    return hasattr(pool, "kv_lora_rank")
+def check_pool(pool: Any, policy: Policy, dtype: torch.dtype) -> list[SubPool]:
+    """The pools of keys and values within SGLang's `pool`; UnsupportedError for one that is not followed.
+
+    dtype: the model's.
+    """
+    refuse(OUTER_POOL_ROWS, ServedPool(pool, policy, dtype))
+    found = sub_pools(pool)
+    for sub in found:
+        refuse(POOL_ROWS, ServedPool(sub.pool, policy, dtype))
+    return found
 
 
 def check_layers(model: Any, pool: Any) -> list[Any]:
     """The attention layers; UnsupportedError for some that do more than causal softmax over their own keys.
 
-    Of two that share a layer of latents that which attends to the latents themselves.
+    pool: SGLang's. Of two that share a layer of latents that which attends to the latents themselves.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
-    if is_latent(pool):
-        layers = [layer for layer in layers if layer.qk_head_dim == pool.kv_cache_dim]
+    subs = sub_pools(pool)
+    latent = {layer: sub.pool.kv_cache_dim for sub in subs if is_latent(sub.pool) for layer in sub.layers}
+    layers = [layer for layer in layers if layer.qk_head_dim == latent.get(layer.layer_id, layer.qk_head_dim)]
     ids = sorted(layer.layer_id for layer in layers)
-    if ids != sorted(set(ids)) or len(ids) != pool.layer_num:
-        raise ONE_LAYER_EACH.error(f"the model has attention layers {ids} over a pool of {pool.layer_num} layers")
+    kept = sorted(layer for sub in subs for layer in sub.layers)
+    if ids != kept:
+        raise ONE_LAYER_EACH.error(f"the model has attention layers {ids} over a pool of layers {kept}")
     for layer in layers:
         refuse(LAYER_ROWS, layer)
     return layers

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from witcert_core.serving import (
     DECLARED_ROWS,
@@ -34,10 +33,6 @@ class VllmModel(ServedModel):
         return int(self.config.get_head_size())
 
     @property
-    def num_layers(self) -> int:
-        return int(self.config.get_total_num_hidden_layers())
-
-    @property
     def num_qo_heads(self) -> int:
         return int(self.config.hf_text_config.num_attention_heads)
 
@@ -52,11 +47,6 @@ ROWS: tuple[Refusal[VllmModel], ...] = (
     *KIND_ROWS,
     QUANTIZED,
     KINDS["widths"],
-    replace(
-        KINDS["sliding"],
-        instead="metered are layers that keep every token in the cache (`--disable-sliding-window`, where the window "
-        "is as long as you need)",
-    ),
     *LATENT_ROWS,
     Refusal(
         "multi-head latent attention (MLA) under `prefill_reads: stored`",
@@ -81,15 +71,11 @@ ROWS: tuple[Refusal[VllmModel], ...] = (
     KINDS["diffusion"].where(
         lambda model: model.config.is_diffusion and f"{model.name} generates by diffusion",
     ),
-    KINDS["none"].where(
-        lambda model: (
-            (model.config.is_hybrid or model.config.is_attention_free) and f"{model.name} has layers without a KV cache"
-        ),
-    ),
+    KINDS["state-space"].where(lambda model: model.config.is_attention_free and f"{model.name} has no attention"),
     *SIZE_ROWS,
 )
 
-DECLARED: tuple[Refusal[Any], ...] = (*DECLARED_ROWS, *(row for row in ROWS if row.what == KINDS["sliding"].what))
+DECLARED = DECLARED_ROWS
 """What is refused by a model's files alone, before vLLM reads them."""
 
 

@@ -177,6 +177,16 @@ CONFIG_ROWS: tuple[Refusal[Resolved], ...] = (
         ),
     ),
     Refusal(
+        "`quantizer.storage: packed` under a model with layers that keep a recurrent state",
+        "the states and the codes of a layer would lie in the same memory in two layouts",
+        "set `quantizer.storage` to 'simulated'",
+        lambda found: (
+            found.policy.quantizer.storage == "packed"
+            and found.config.model_config.is_hybrid
+            and "quantizer.storage: packed under a model with layers that keep a recurrent state"
+        ),
+    ),
+    Refusal(
         "workers other than vLLM's of CPUs and GPUs",
         "the meter lives in metered workers",
         "metered are vLLM's CPU and GPU workers",

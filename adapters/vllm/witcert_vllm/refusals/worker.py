@@ -30,9 +30,9 @@ class Named:
 
 
 def _other_spec(spec: Named) -> str | bool:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
-    return type(spec.thing) not in (FullAttentionSpec, MLAAttentionSpec) and (
+    return type(spec.thing) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec) and (
         f"layer {spec.name} keeps its cache as {type(spec.thing).__name__}"
     )
 
@@ -46,9 +46,10 @@ def _other_layer(layer: Named) -> str | bool:
 
 
 SPEC: Refusal[Named] = Refusal(
-    "caches other than `FullAttentionSpec` and `MLAAttentionSpec`",
-    "tokens leave it, or are not kept one by one",
-    "metered are these two (every token of every layer stays in the cache)",
+    "caches other than `FullAttentionSpec`, `MLAAttentionSpec` and `SlidingWindowSpec`, beside recurrent states "
+    "(`MambaSpec`)",
+    "which tokens stay in it is not known, or they are not kept one by one",
+    "metered are layers that keep every token, or those of a sliding window",
     _other_spec,
 )
 PLAIN_ATTENTION: Refusal[Named] = Refusal(
@@ -98,12 +99,6 @@ LAYER_ROWS: tuple[Refusal[Named], ...] = (
             and layer.thing.kv_sharing_target_layer_name is not None
             and _uses("the cache of another layer", layer)
         ),
-    ),
-    Refusal(
-        "layers with a sliding window",
-        _NOT_FOLLOWED,
-        _OTHER_MODEL,
-        lambda layer: getattr(layer.thing, "sliding_window", None) is not None and _uses("a sliding window", layer),
     ),
     Refusal(
         "layers with a bias of positions in the logits (ALiBi)",
@@ -183,17 +178,26 @@ ONE_SHAPE: Refusal[Any] = Refusal(
 
 
 def check_specs(specs: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for cache layers that are not one plain row a token (`KVCacheSpec` by layer name)."""
+    """Raise UnsupportedError for layers that cache something else than one plain row a token (`KVCacheSpec` by layer
+    name) or a recurrent state."""
     for name, spec in specs.items():
         refuse([SPEC], Named(name, spec))
 
 
 def attention_layers(vllm_config: Any) -> dict[str, Any]:
-    """vLLM's attention layers by name, in order; UnsupportedError for one that does more than causal softmax."""
+    """vLLM's attention layers by name, in order; UnsupportedError for one that does more than causal softmax.
+
+    Layers that keep a recurrent state are none.
+    """
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     every = vllm_config.compilation_config.static_forward_context
-    layers = {name: layer for name, layer in every.items() if isinstance(layer, AttentionLayerBase)}
+    layers = {
+        name: layer
+        for name, layer in every.items()
+        if isinstance(layer, AttentionLayerBase) and not isinstance(layer, MambaBase)
+    }
     for name, layer in layers.items():
         refuse([PLAIN_ATTENTION, *LAYER_ROWS], Named(name, layer))
     shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()}
