@@ -38,7 +38,8 @@ family has them unless told otherwise. `make docs-models` writes this page from 
 engine has a class for the model at all, and which options go with it, is the engine's to say.
 
 *Tested here*: a checkpoint of the family (random weights; of Llama the demonstration's, which is trained) is served by
-the real engine on a CPU, where bounds and the engine's own outputs are audited. The others were read in the source.
+the real engine on a CPU, where bounds and the engine's own outputs are audited. The others were never run: what is said
+of them follows from their configuration and the rows alone.
 
 """
 
@@ -90,7 +91,7 @@ def rows() -> Iterator[str]:
         model = DeclaredModel(config, POLICY, "cuda", DATA / called)
         why = [refused(model, folder) for folder in ENGINES.values()]
         engines = sorted(served.get(model.family.replace("_", ""), ()))
-        here = "tested in " + ", ".join(engines) if engines else "read in source"
+        here = "tested in " + ", ".join(engines) if engines else "by configuration"
         verdicts = ["refused" if words else "metered" for words in why]
         said = "; ".join(dict.fromkeys(filter(None, why))) or here
         yield f"| `{model.family}` | {called} | {attention(model)} | {' | '.join(verdicts)} | {said} |"
