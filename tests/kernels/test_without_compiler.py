@@ -40,6 +40,14 @@ def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     forget()
 
 
+def use(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+    """Let a shell script be the compiler."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+
+
 def no_compiler(monkeypatch: pytest.MonkeyPatch, _folder: Path) -> str:
     monkeypatch.setenv("CXX", "/nonexistent")
     return "there is no compiler '/nonexistent'; install g++ or clang++, or name one in CXX"
@@ -51,10 +59,7 @@ def failing_compiler(monkeypatch: pytest.MonkeyPatch, _folder: Path) -> str:
 
 
 def old_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    path = folder / "old"
-    path.write_text("#!/bin/sh\necho \"c++: error: unrecognized command line option '-std=c++17'\" >&2\nexit 1\n")
-    path.chmod(0o755)
-    monkeypatch.setenv("CXX", str(path))
+    use(monkeypatch, folder, "echo \"c++: error: unrecognized command line option '-std=c++17'\" >&2\nexit 1")
     return "c++: error: unrecognized command line option '-std=c++17'"
 
 
@@ -66,10 +71,7 @@ def no_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
 
 def nothing_to_load(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     """A library that is none, as on a file system that fills up or lets nothing be executed."""
-    path = folder / "odd"
-    path.write_text('#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\necho no library > "$2"\n')
-    path.chmod(0o755)
-    monkeypatch.setenv("CXX", str(path))
+    use(monkeypatch, folder, 'while [ "$1" != "-o" ]; do shift; done\necho no library > "$2"')
     return f"delete {folder / 'witcert'}, or set XDG_CACHE_HOME"
 
 

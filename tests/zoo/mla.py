@@ -48,32 +48,22 @@ _YARN = {
     "mscale_all_dim": 1.0,
     "rope_theta": 10000.0,
 }
+_DEEPSEEK = _SMALL | {
+    "first_k_dense_replace": 2,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "rope_parameters": _YARN,
+}
 
 
 def deepseek_v2() -> Any:
     """DeepSeek V2: queries without a rank of their own (as V2-Lite), YaRN."""
-    return transformers.DeepseekV2Config(
-        **_SMALL,
-        num_hidden_layers=3,
-        first_k_dense_replace=2,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        q_lora_rank=None,
-        rope_parameters=_YARN,
-    )
+    return transformers.DeepseekV2Config(**_DEEPSEEK, num_hidden_layers=3, q_lora_rank=None)
 
 
 def deepseek_v3() -> Any:
     """DeepSeek V3, R1, V3.1 and Kimi K2: the scale holds the square of YaRN's factor."""
-    return transformers.DeepseekV3Config(
-        **_SMALL,
-        num_hidden_layers=2,
-        first_k_dense_replace=2,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        q_lora_rank=64,
-        rope_parameters=_YARN,
-    )
+    return transformers.DeepseekV3Config(**_DEEPSEEK, num_hidden_layers=2, q_lora_rank=64)
 
 
 def glm4_moe_lite() -> Any:

@@ -15,7 +15,7 @@ from witcert_sglang.sub_pools import sub_pools
 
 
 class SlotPool:
-    """The core's `Pool` over SGLang's, each layer by the slots of the `MHATokenToKVPool` that keeps it."""
+    """The core's `Pool` over SGLang's, each layer by the slots of the pool that keeps it (`sub_pools`)."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
@@ -45,13 +45,6 @@ class SlotPool:
         keys, values = self._buffers(layer)
         keys[slots, head] = k.to(keys)
         values[slots, head] = v.to(values)
-
-
-class LatentPool(SlotPool):
-    """Over an `MLATokenToKVPool`, whose values are views of its keys. No kernel of ours reads such rows yet."""
-
-    def pages(self, layer: int) -> None:
-        return None
 
 
 class EnginePool(SlotPool):

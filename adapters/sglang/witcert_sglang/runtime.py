@@ -28,7 +28,7 @@ from witcert_core.serving import (
 from witcert_sglang import windows
 from witcert_sglang.graphs import DecodeGraphs, requests_on_device, will_replay
 from witcert_sglang.packed import packed_layers
-from witcert_sglang.pool import EnginePool, LatentPool, SlotPool
+from witcert_sglang.pool import EnginePool, SlotPool
 from witcert_sglang.results import StepOutput, send_along
 from witcert_sglang.sub_pools import sub_pools
 
@@ -59,7 +59,7 @@ class SglangRuntime(Runtime):
         self.graphs: DecodeGraphs | None = None
         self.compared: list[str] = []  # passes of the attention backends that were compared with float64 at start
 
-        read: SlotPool | Buffers = LatentPool(pool) if geometry.latent else SlotPool(pool)
+        read: SlotPool | Buffers = SlotPool(pool)
         if policy.quantizer.storage == "packed":
             read = packed_layers(pool)
         elif policy.meters_engine:
