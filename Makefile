@@ -111,9 +111,10 @@ bench-vllm: $(ENVS)/vllm/.ready
 bench-cpu: $(ENVS)/vllm/.ready
 	$(VLLM)/python -m bench.cpu
 
-# Every measured table and figure of README and docs, made again (about half an hour on two cores).
+# Every measured table and figure of README and docs, made again (about an hour and a half on two cores; SIZE=4 takes
+# four times as many samples).
 figures: $(ENVS)/sglang/.ready
-	$(SGLANG)/python -m bench.figures
+	$(SGLANG)/python -m bench.figures --size $(or $(SIZE),1)
 	$(SGLANG)/python -m witcert_demo --model smollm2 --svg docs/demo.svg
 
 envs: $(ENVS)/core/.ready $(ENVS)/sglang/.ready $(ENVS)/vllm/.ready

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from witcert_demo.run import CHECKPOINT
 
-from witcert_core.evaluate import coverage, sweep, trust
+from bench.blocks import Result, coverage_block, gates_block, layers_block, trust_block
 from witcert_core.evaluate.capacity import read_shape
-from witcert_core.evaluate.tables import interval, markdown_table
-from witcert_core.meter.bounds import FORM_NAMES
+from witcert_core.evaluate.tables import markdown_table
 from witcert_core.policy.model import GateSettings
-from witcert_core.report.text import format_bytes, percent_down
+from witcert_core.report.text import percent_down
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
 BYTES_16_BIT = 512  # K and V of a token and KV head at head_dim 128
-LEAST_TV_SHOWN = 1e-3
-RESULTS = ("capacity", "coverage", "layers", "ruler", "smoke", "trust")
+SECTIONS: Mapping[str, Callable[[Result], str]] = {
+    "tiny_ruler": gates_block,
+    "tiny_coverage": coverage_block,
+    "tiny_trust": trust_block,
+    "tiny_layers": layers_block,
+}
+"""Blocks that show one result, of the same name."""
+RESULTS = (*SECTIONS, "capacity", "smoke")
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 _BLOCK = re.compile(r"<!-- figures: (\w+) -->\n(.*?)<!-- end of \1 -->", re.S)
 
@@ -43,12 +48,9 @@ def render(results: Results) -> dict[str, str]:
     """Every block by name."""
     return {
         "capacity": capacity_block(results["capacity"]),
-        "coverage": coverage_block(results["coverage"]),
         "engines": engines_block(results),
-        "layers": layers_block(results["layers"]),
         "readme": readme_block(results),
-        "ruler": ruler_block(results["ruler"]),
-        "trust": trust_block(results["trust"]),
+        **{name: block(results[name]) for name, block in SECTIONS.items()},
     }
 
 
@@ -94,75 +96,8 @@ def engines_block(results: Results) -> str:
     return markdown_table(("against the same engine without the meter", *ENGINES.values()), rows)
 
 
-def ruler_block(found: Mapping[str, Any]) -> str:
-    columns = ["KV cache", "mode", "score", "zero", "minus exact", "certified, any query", "violations"]
-    columns += ["repaired blocks a sample", "page-in in all"]
-    rows = []
-    for row in found["rows"]:
-        meter, repairs = row["meter"], row["repairs"]
-        rows.append(
-            [
-                row["quantizer"],
-                row["mode"],
-                interval(row["score"]),
-                f"{row['zero_scores']} of {row['score']['count']}",
-                interval(row["minus_exact"], signed=True),
-                percent_down(meter["tv_certified_any_query_share"]),
-                f"{meter['violations']} of {meter['audited']}",
-                "-" if repairs is None else f"{repairs['blocks_median']:g} (most {repairs['blocks_max']})",
-                "-" if repairs is None else format_bytes(repairs["bytes_total"]),
-            ]
-        )
-    return markdown_table(columns, rows)
-
-
-def coverage_block(found: Mapping[str, Any]) -> str:
-    columns = ("model", *coverage.COVERAGE_COLUMNS)
-    names = ("original", "twin")
-    rows = [[name, *row] for name in names for row in coverage.coverage_rows(found[name]["quantizers"])]
-    tight = found["original"]["quantizers"]["int8_dither"]["over_extremal"]["0.01"]
-    said = ", ".join(f"`{form}` {tight[form]['median']:.2f}" for form in (*FORM_NAMES, "meter"))
-    measured = found["twin"]["quantizers"]["int8_dither"]
-    twin = measured["at_tau"]
-    certain = twin["deterministic"]
-    return (
-        f"{markdown_table(columns, rows)}\n\n"
-        f"On the twin's `int8_dither` cache the published form certifies {percent_down(twin['0.01']['eform'])} of the "
-        f"cells at δ = 0.01, the meter {percent_down(twin['0.01']['meter'])} on the same radii; for any query "
-        f"{percent_down(certain['eform'])} and {percent_down(certain['meter'])}. Median of each bound "
-        f"over `extremal`, original model, δ = 0.01: {said}. Each share is of {measured['cells']:,} cells."
-    )
-
-
-def trust_block(found: Mapping[str, Any]) -> str:
-    parts = [markdown_table(trust.TRUST_COLUMNS, trust.trust_rows(found))]
-    rows = []
-    for name, result in found["quantizers"].items():
-        for row in result["looseness"]:
-            if row["cells"] and row["tv_above"] >= LEAST_TV_SHOWN:
-                ratio = row["ratio"]
-                shown = "-" if ratio is None else " / ".join(f"{x:.3g}" if x != "inf" else "inf" for x in ratio)
-                bins = f"{row['tv_above']:g} to {row['tv_at_most']:g}"
-                rows.append([name, bins, str(row["cells"]), shown, f"{row['says_nothing']:.1%}"])
-    parts.append(markdown_table(("KV cache", "true TV", "cells", "meter / TV: 5 %, median, 95 %", "meter is 1"), rows))
-    return "\n\n".join(parts)
-
-
-def layers_block(found: Mapping[str, Any]) -> str:
-    rows, sentences = [], []
-    for name, result in found["quantizers"].items():
-        rows += [[name, *row] for row in sweep.sweep_rows(result)]
-        sums = result["cancellation"]
-        sentences.append(
-            f"`{name}`: {sums['lost']['all']:.1%} lost with all layers, {sums['lost']['sum_of_single']:.1%} "
-            f"summed over one layer at a time; KL {sums['kl']['all']:.4f} and {sums['kl']['sum_of_single']:.4f}"
-        )
-    asked = next(iter(found["quantizers"].values()))["samples"]
-    return f"{markdown_table(('KV cache', *sweep.SWEEP_COLUMNS), rows)}\n\n{asked} answers. {'; '.join(sentences)}."
-
-
 def readme_block(results: Results) -> str:
-    found = results["ruler"]
+    found = results["tiny_ruler"]
     ruler = {(row["quantizer"], row["mode"]): row for row in found["rows"]}
     rows = []
     for name, size in found["bytes"].items():
@@ -182,7 +117,7 @@ def readme_block(results: Results) -> str:
     columns = ["KV cache", "bytes of 16 bit", "score", "certified", "score, gated", "repaired blocks", "violations"]
     shape, num_tokens = read_shape(CHECKPOINT), found["rows"][0]["cells"][0]["num_tokens"]
     blocks = sum(layer.num_kv_heads for layer in shape.layers) * -(-num_tokens // GateSettings().block_size)
-    at = {name: results["coverage"][name]["quantizers"]["int8_dither"]["at_tau"] for name in ("original", "twin")}
+    at = {name: results["tiny_coverage"][name]["quantizers"]["int8_dither"]["at_tau"] for name in ("original", "twin")}
     return (
         f"{markdown_table(columns, rows)}\n\nThe outlier twin, {exact['count']} questions, exact cache "
         f"{exact['value']:.2f}; certified: share of cells at the default τ, for any query; repaired blocks: median of "

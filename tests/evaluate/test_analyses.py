@@ -209,6 +209,8 @@ def test_layers_are_contaminated_one_by_one_and_together(twin: LoadedModel) -> N
         "all",
         "layers 0-1",
         "layers 0-2",
+        "layers 2-3",
+        "layers 1-3",
     ]
     samples = samples_of(twin)
     found = sweep.sweep(twin, parse_quantizer("fp8_e4m3_cast"), samples, OPTIONS)
@@ -220,7 +222,7 @@ def test_layers_are_contaminated_one_by_one_and_together(twin: LoadedModel) -> N
     assert all(kl > 0 for kl in alone)
     together = rows["all"]["kl"]["value"]
     assert found["cancellation"]["kl"] == {"sum_of_single": pytest.approx(sum(alone)), "all": together}
-    assert len(sweep.sweep_rows(found)) == 7
+    assert len(sweep.sweep_rows(found)) == 9
 
 
 def test_an_untouched_layer_changes_nothing(twin: LoadedModel) -> None:

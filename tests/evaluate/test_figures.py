@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from bench import figures as bench_figures
-from bench import shown
+from bench import shown, tiny
 from bench.common.report import markdown
 
 ROOT = Path(__file__).parents[2]
 
-MEASURED = ("capacity", "coverage", "engines", "layers", "readme", "ruler", "trust")
+MEASURED = ("capacity", "engines", "readme", *shown.SECTIONS)
 WORDS = {
     # page -> words -> what of which result they stand for, and how far the words may be from it
     "limits.md": {
@@ -78,10 +78,10 @@ def test_words_that_stand_for_a_measured_number_are_near_it(results: dict[str, A
 
 def test_a_changed_number_would_be_noticed(results: dict[str, Any], blocks: dict[str, str]) -> None:
     for name, path in {
-        "ruler": ("rows", 1, "score", "value"),
-        "layers": ("quantizers", "fp8_e4m3_cast", "rows", 0, "kl", "value"),
-        "trust": ("quantizers", "fp8_e4m3_cast", "verdicts", "harmless"),
-        "coverage": ("twin", "quantizers", "int8_dither", "at_tau", "0.01", "meter"),
+        "tiny_ruler": ("rows", 1, "score", "value"),
+        "tiny_layers": ("quantizers", "fp8_e4m3_cast", "rows", 0, "kl", "value"),
+        "tiny_trust": ("quantizers", "fp8_e4m3_cast", "verdicts", "harmless"),
+        "tiny_coverage": ("twin", "quantizers", "int8_dither", "at_tau", "0.01", "meter"),
         "capacity": ("rows", 0, "tokens"),
         "sglang": ("capacity", "rows", 1, "ratio"),
         "vllm": ("speed", "rows", 2, "ratio"),
@@ -108,9 +108,9 @@ def test_the_figures_are_there() -> None:
 def test_a_small_run_gives_the_same_again(results: dict[str, Any], twin_path: Path) -> None:
     models = {"twin": str(twin_path)}
     console = Console(quiet=True)
-    capacity = bench_figures.make_capacity(models, console, twin_path)
+    capacity = tiny.make_capacity(models, console, twin_path, 1)
     assert capacity == {key: value for key, value in results["capacity"].items() if key != "made_with"}
-    known, found = results["smoke"], bench_figures.make_smoke(models, console, twin_path)
+    known, found = results["smoke"], tiny.make_smoke(models, console, twin_path, 1)
     assert found["cells"] == known["cells"] > 100
     assert found["violations"] == known["violations"]
     for form, share in found["at_tau"].items():
@@ -130,9 +130,9 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_one_section_is_made_and_published(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_all(names: list[str], _jobs: int) -> None:
+    def make_all(names: list[str], _jobs: int, size: int) -> None:
         for name in names:
-            bench_figures.make_section(name)
+            bench_figures.make_section(name, size)
 
     monkeypatch.setattr(bench_figures, "make_all", make_all)
     assert bench_figures.main(["--only", "capacity"]) == 0
@@ -148,12 +148,12 @@ def test_a_run_that_was_stopped_goes_on(
 ) -> None:
     asked: list[str] = []
 
-    def make_all(names: list[str], _jobs: int) -> None:
+    def make_all(names: list[str], _jobs: int, _size: int) -> None:
         """The first section is finished, then Ctrl-C."""
         asked.extend(names)
         for name in names[:1] if len(asked) == len(names) else names:
             (work / name).mkdir()
-            (work / name / f"{name}.svg").write_text("drawn")
+            (work / name / f"{name.removeprefix(bench_figures.PREFIX)}.svg").write_text("drawn")
             (work / f"{name}.json").write_text("{}")
         if len(asked) == len(names):
             raise KeyboardInterrupt
@@ -172,35 +172,37 @@ def test_a_run_that_was_stopped_goes_on(
 
 def test_nothing_is_taken_over_from_other_code(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def finish_one() -> None:
-        bench_figures.open_work(fresh=False)
+        bench_figures.open_work(fresh=False, size=1)
         (work / "smoke.json").write_text("{}")
 
     finish_one()
-    assert bench_figures.open_work(fresh=False) == ["smoke"]
-    assert bench_figures.open_work(fresh=True) == []
+    assert bench_figures.open_work(fresh=False, size=1) == ["smoke"]
+    assert bench_figures.open_work(fresh=True, size=1) == []
+    finish_one()
+    assert bench_figures.open_work(fresh=False, size=2) == []
     finish_one()
     monkeypatch.setattr(bench_figures, "made_with", lambda: {"torch": "another"})
-    assert bench_figures.open_work(fresh=False) == []
+    assert bench_figures.open_work(fresh=False, size=1) == []
 
 
 def test_a_section_that_fails_is_named_and_the_others_are_ended(
     work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    bench_figures.open_work(fresh=True)
+    bench_figures.open_work(fresh=True, size=1)
     monkeypatch.setattr(bench_figures, "make_section", no_section)
     with pytest.raises(SystemExit, match="failed"):
-        bench_figures.make_all(["ruler", "trust", "smoke"], jobs=2)
+        bench_figures.make_all(["ruler", "trust", "smoke"], jobs=2, size=1)
     assert "smoke: begun" not in capfd.readouterr().out
 
 
-def no_section(name: str) -> None:
+def no_section(name: str, _size: int) -> None:
     """In the place of one, in a process of its own."""
     raise RuntimeError(name)
 
 
 def test_no_bound_was_violated(results: dict[str, Any]) -> None:
     for model in ("original", "twin"):
-        for result in results["coverage"][model]["quantizers"].values():
+        for result in results["tiny_coverage"][model]["quantizers"].values():
             assert all(count == 0 for count in result["violations"]["deterministic"].values())
-    assert all(result["violations"] == 0 for result in results["trust"]["quantizers"].values())
-    assert all(row["meter"]["violations"] == 0 < row["meter"]["audited"] for row in results["ruler"]["rows"])
+    assert all(result["violations"] == 0 for result in results["tiny_trust"]["quantizers"].values())
+    assert all(row["meter"]["violations"] == 0 < row["meter"]["audited"] for row in results["tiny_ruler"]["rows"])

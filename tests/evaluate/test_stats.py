@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from witcert_core.errors import InputError
-from witcert_core.evaluate.stats import auroc, auroc_interval, bootstrap, mean_interval, paired_difference
+from witcert_core.evaluate.stats import (
+    auroc,
+    auroc_interval,
+    bootstrap,
+    mean_interval,
+    paired_difference,
+    ranks,
+    spearman,
+)
 
 
 def test_auroc_is_the_share_of_pairs_in_order() -> None:
@@ -23,6 +31,18 @@ def test_auroc_is_the_share_of_pairs_in_order() -> None:
                 continue
             expected = sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
             assert float(auroc(score, positive.double())) == pytest.approx(expected)
+
+
+def test_ranks_of_equals_are_their_mean_and_correlations_those_of_ranks() -> None:
+    x = torch.tensor([[3.0, 1.0, 3.0, 2.0], [0.0, float("inf"), 5.0, 5.0]])
+    assert ranks(x).tolist() == [[3.5, 1.0, 3.5, 2.0], [1.0, 4.0, 2.5, 2.5]]
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.randint(0, 9, (40,), generator=generator).double() for _ in range(2))
+    expected = torch.corrcoef(torch.stack([ranks(first), ranks(second)]))[0, 1]
+    assert float(spearman(first, second)) == pytest.approx(float(expected))
+    assert float(spearman(first, first.exp())) == pytest.approx(1.0)
+    assert float(spearman(first, -first)) == pytest.approx(-1.0)
+    assert spearman(first, torch.ones(40)).isnan()
 
 
 def test_infinite_scores_rank_first() -> None:

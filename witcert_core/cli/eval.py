@@ -207,7 +207,9 @@ def analyse(kind: Literal["trust", "layers"], text: str) -> None:
 analyse(
     "trust", "How loose the bound is against the true TV, and how well its ranking finds the answers that are lost."
 )
-analyse("layers", "Contaminate one layer at a time, then all, then growing prefixes: answers lost, NLL, KL.")
+analyse(
+    "layers", "Contaminate one layer at a time, then all, then growing runs from either end: answers lost, NLL, KL."
+)
 
 
 @app.command()

@@ -131,12 +131,14 @@ def drift(
     texts: Texts,
     options: Mapping[str, int],
     done: Callable[[], object] = lambda: None,
+    stride: int = 1,
 ) -> dict[str, Any]:
-    """Drift of each quantizer (schema witcert.drift/1); `done` is called after every sample."""
+    """Drift of each quantizer (schema witcert.drift/1); `done` is called after every sample. stride: of the meter."""
     size = room(texts.samples)
     loaded.check_lengths([size])
     exact = OfflineEngine(loaded, hasty_policy(specs[0], ()), size)
-    engines = {spec.label: OfflineEngine(loaded, measuring_policy(spec, audit_every=0), size) for spec in specs}
+    policies = {spec.label: measuring_policy(spec, audit_every=0, stride=stride) for spec in specs}
+    engines = {label: OfflineEngine(loaded, policy, size) for label, policy in policies.items()}
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in engines}
     exact_nll = []
     for number, sample in enumerate(texts.samples):

@@ -64,9 +64,9 @@ def force(engine: OfflineEngine, sample: ForcedSample, request_id: str) -> Force
     return Forced(float(nll), bool((logits.argmax(-1) == target).all()), log_probs)
 
 
-def measuring_policy(spec: QuantizerSpec, audit_every: int = 1) -> Policy:
-    """Every row of an answer metered, and every `audit_every`-th audited, none of 0."""
-    base = base_settings(None, audit_every=audit_every)
+def measuring_policy(spec: QuantizerSpec, audit_every: int = 1, stride: int = 1) -> Policy:
+    """Every `stride`-th row of an answer metered, and of these every `audit_every`-th audited, none of 0."""
+    base = base_settings(None, stride=stride, audit_every=audit_every)
     base["meter"]["max_rows"] = _EVERY_ROW
     return build_policy(base, spec, "raw")
 

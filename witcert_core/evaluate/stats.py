@@ -83,17 +83,28 @@ def paired_difference(first: Sequence[float], second: Sequence[float], **options
     return Interval(float(column.mean()), low, high, column.numel())
 
 
+def ranks(x: Tensor) -> Tensor:
+    """Ranks from 1, of equals their mean; x [..., N], float64 [..., N]."""
+    values = x.to(torch.float64).contiguous()
+    in_order, _ = values.sort(-1)
+    below = torch.searchsorted(in_order, values, right=False)
+    upto = torch.searchsorted(in_order, values, right=True)
+    return (below + upto + 1).to(torch.float64) / 2
+
+
+def spearman(x: Tensor, y: Tensor) -> Tensor:
+    """Rank correlation (Spearman 1904) of x and y [..., N]; float64 [...], NaN where all of one are equal."""
+    first, second = (r - r.mean(-1, keepdim=True) for r in (ranks(x), ranks(y)))
+    return (first * second).sum(-1) / (first.square().sum(-1) * second.square().sum(-1)).sqrt()
+
+
 def auroc(score: Tensor, positive: Tensor) -> Tensor:
     """Probability that a positive sample scores above a negative one, ties counting one half.
 
     By ranks (Mann and Whitney 1947). score [..., N]; positive [..., N], 1 or 0. Float64 [...], NaN where one of the
     classes is empty. An infinite score ranks above every finite one.
     """
-    order = score.to(torch.float64)
-    sorted_scores, _ = order.sort(-1)
-    below = torch.searchsorted(sorted_scores, order.contiguous(), right=False)
-    upto = torch.searchsorted(sorted_scores, order.contiguous(), right=True)
-    rank = (below + upto + 1).to(torch.float64) / 2
+    rank = ranks(score)
     is_positive = positive.to(torch.float64)
     positives = is_positive.sum(-1)
     negatives = score.shape[-1] - positives

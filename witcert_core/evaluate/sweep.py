@@ -1,4 +1,4 @@
-"""`witcert sweep layers`: contaminate one layer at a time, then all of them, then growing prefixes."""
+"""`witcert eval layers`: contaminate one layer at a time, then all of them, then growing runs from either end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEMA = "witcert.sweep/1"
 
 @dataclass(frozen=True)
 class Setting:
-    """Which layers read a quantized cache. kind: `exact`, `only`, `prefix` or `all`."""
+    """Which layers read a quantized cache. kind: `only`, `all`, `prefix` or `suffix`."""
 
     kind: str
     layers: tuple[int, ...]
@@ -31,15 +31,16 @@ class Setting:
     def name(self) -> str:
         if self.kind == "only":
             return f"layer {self.layers[0]} only"
-        return f"layers 0-{self.layers[-1]}" if self.kind == "prefix" else self.kind
+        return self.kind if self.kind == "all" else f"layers {self.layers[0]}-{self.layers[-1]}"
 
 
 def settings(num_layers: int) -> list[Setting]:
-    """One layer at a time, then all, then prefixes of 2 layers and more (of 1: layer 0 only; of all: all)."""
+    """One layer at a time, then all, then runs of 2 layers and more from the first and from the last one."""
     every = tuple(range(num_layers))
     singles = [Setting("only", (layer,)) for layer in every]
     prefixes = [Setting("prefix", every[:count]) for count in range(2, num_layers)]
-    return [*singles, Setting("all", every), *prefixes]
+    suffixes = [Setting("suffix", every[-count:]) for count in range(2, num_layers)]
+    return [*singles, Setting("all", every), *prefixes, *suffixes]
 
 
 def sweep(
@@ -111,24 +112,28 @@ def sweep_rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def plot_sweep(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Answers lost and KL: one layer at a time, and prefixes up to all layers, a column a quantizer."""
+    """Answers lost and KL: one layer at a time, and runs of layers from either end, a column a quantizer."""
     with figure(path, columns=len(results), rows=2, size=(3.8, 2.4)) as axes:
         for column, (name, result) in enumerate(results.items()):
             for ax, measure in zip((row[column] for row in axes), ("lost", "kl"), strict=True):
                 _draw(ax, result["rows"], measure)
             axes[0][column].set_title(name)
-            axes[1][column].set_xlabel("layer, or last layer of the prefix")
+            axes[1][column].set_xlabel("layer, or the run's other end")
         axes[0][0].set_ylabel("answers lost")
         axes[1][0].set_ylabel("KL, nats")
         axes[0][0].legend()
 
 
 def _draw(ax: Any, rows: Sequence[Mapping[str, Any]], measure: str) -> None:
-    alone = [row for row in rows if row["kind"] == "only"]
-    growing = [alone[0], *(row for row in rows if row["kind"] == "prefix")]
-    growing += [row for row in rows if row["kind"] == "all"]
-    for part, title, colour in ((alone, "this layer only", "#2471a3"), (growing, "all up to this one", "#c0392b")):
-        x = [row["layers"][-1] for row in part]
+    alone, prefixes, suffixes, every = (
+        [row for row in rows if row["kind"] == kind] for kind in ("only", "prefix", "suffix", "all")
+    )
+    for part, title, colour, end in (
+        (alone, "this layer only", "#2471a3", 0),
+        ([alone[0], *prefixes, *every], "all up to this one", "#c0392b", -1),
+        ([alone[-1], *suffixes, *every], "all from this one on", "#1e8449", 0),
+    ):
+        x = [row["layers"][end] for row in part]
         found = [row[measure] for row in part]
         y = [interval["value"] for interval in found]
         error = [[i["value"] - i["low"] for i in found], [i["high"] - i["value"] for i in found]]

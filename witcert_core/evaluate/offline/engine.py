@@ -17,6 +17,7 @@ from witcert_core.errors import InputError
 from witcert_core.evaluate.offline import bridge
 from witcert_core.evaluate.offline.model import LoadedModel
 from witcert_core.evaluate.offline.passes import BatchPass, Passes, Probe
+from witcert_core.evaluate.offline.prompts import PromptPass, StoredLayer
 from witcert_core.policy.model import Policy
 from witcert_core.serving.passes import RequestPass
 
@@ -54,7 +55,7 @@ class OfflineEngine:
         Under `gate.on_exhausted: abort` it ends where a gate gives up, before the token that row would have given.
         """
         self._start(request_id, len(prompt_ids) + max_new_tokens)
-        logits = self.forward(prompt_ids)
+        logits = self._prompt(prompt_ids)
         ids: list[int] = []
         while len(ids) < max_new_tokens:
             ids.append(int(logits[-1].argmax()))
@@ -80,7 +81,7 @@ class OfflineEngine:
         if not answer_ids:
             raise InputError("an answer that is fed in needs at least one token")
         self._start(request_id, len(prompt_ids) + len(answer_ids))
-        logits = self.forward(prompt_ids)[-1:]
+        logits = self._prompt(prompt_ids)
         fed = answer_ids[:-1]
         for size in QuantizeSchedule.of(self.runtime.quantizer).passes(len(prompt_ids), len(fed)):
             done = len(logits) - 1
@@ -94,11 +95,36 @@ class OfflineEngine:
         self._request_id = request_id
         self._gave_up = ""
 
+    def _prompt(self, ids: Sequence[int]) -> Tensor:
+        """Logits [1, V] after the prompt. It is computed once where its rows read exact keys, under every policy."""
+        if self.policy.prefill_reads == "stored":
+            return self.forward(ids)[-1:]
+        kept = self.loaded.prompts.get(ids)
+        if kept is None:
+            recorded: list[StoredLayer] = []
+            self.passes.recorded = recorded
+            try:
+                logits = self.forward(ids, last_only=True)[-1:].clone()
+            finally:
+                self.passes.recorded = None
+            self.loaded.prompts.put(ids, PromptPass(recorded, logits))
+            return logits
+        slots = torch.arange(len(ids))
+        self.passes.begin(BatchPass([RequestPass(self._request_id, slots, len(ids))], slots))
+        for layer in kept.layers:
+            self.passes.store(layer.layer, layer.k, layer.v, layer.spec)
+        self.passes.end()
+        self._length = len(ids)
+        return kept.logits
+
     # One forward pass -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def forward(self, ids: Sequence[int], attends_quantized: bool = False) -> Tensor:
-        """Logits [N, V] float32 of the request's next N tokens; a single one after the first always reads the cache."""
+    def forward(self, ids: Sequence[int], attends_quantized: bool = False, last_only: bool = False) -> Tensor:
+        """Logits [N, V] float32 of the request's next N tokens; a single one after the first always reads the cache.
+
+        last_only: those of the last token are enough, so that of a model that can leave out the others N is 1.
+        """
         first, count = self._length, len(ids)
         slots = torch.arange(first + count)
         request = RequestPass(self._request_id, slots, count, attends_quantized=attends_quantized or None)
@@ -108,6 +134,7 @@ class OfflineEngine:
                 input_ids=torch.tensor([list(ids)]),
                 position_ids=slots[None, first:],
                 use_cache=True,
+                **(self.loaded.keeps_logits if last_only else {}),
                 **{self._cache_argument: bridge.CountingCache(first)},
             )
         self._gave_up = self.passes.end().get(0, "") or self._gave_up

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jinja2 import TemplateError
 from witcert_core.errors import InputError, UnsupportedError, did_you_mean, listed
 from witcert_core.evaluate.extras import require
 from witcert_core.evaluate.offline import bridge, latent
+from witcert_core.evaluate.offline.prompts import PromptPasses
 from witcert_core.kernels.host.dispatch import prepare_kernels
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.hub import unreachable_hub
@@ -28,7 +30,7 @@ class LoadedModel:
     """A causal language model of transformers with its tokenizer.
 
     eos: ids that end an answer. undo: what takes hooks off the model again. chat: a text is what a user says, and put
-    into the model's chat template.
+    into the model's chat template. prompts: those that its engines computed, so that the next need not.
     """
 
     name: str
@@ -38,6 +40,12 @@ class LoadedModel:
     eos: frozenset[int]
     undo: tuple[Callable[[], None], ...] = ()
     chat: bool = False
+    prompts: PromptPasses = field(default_factory=PromptPasses)
+
+    @property
+    def keeps_logits(self) -> dict[str, int]:
+        """What makes the model's pass give the logits after its last token alone, where it can."""
+        return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
 
     def geometry(self, num_slots: int) -> Geometry:
         """The cache of `num_slots` tokens."""

@@ -16,6 +16,7 @@ from witcert_core.errors import UnsupportedError
 from witcert_core.evaluate.offline.attention import causal_attention
 from witcert_core.evaluate.offline.model import LoadedModel
 from witcert_core.evaluate.offline.pool import TensorPool
+from witcert_core.evaluate.offline.prompts import StoredLayer
 from witcert_core.evaluate.offline.rotary import rotary_tables
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.policy.model import Policy
@@ -70,6 +71,8 @@ class Passes:
         if policy.resolved_quantizer.space == "pre_rope":
             tables = rotary_tables(loaded.model, geometry.head_dim, num_slots)
         self.runtime = Runtime(engine, policy, geometry, self.pool, None, tables=tables)
+        self.recorded: list[StoredLayer] | None = None
+        """Where a list, `attend` puts there what each layer of a pass of one request writes."""
         self._running: BatchPass | None = None
 
     def begin(self, batch: BatchPass) -> None:
@@ -83,6 +86,21 @@ class Passes:
         batch, self._running = self._running, None
         step = self.runtime.end() if batch is not None and batch.requests else None
         return {} if step is None else step.count(self.runtime.ledger, set(range(len(step.request_ids))))
+
+    def store(self, layer: int, k: Tensor, v: Tensor, spec: AttentionSpec) -> None:
+        """One layer of a pass whose outputs are known, because the same tokens attended the same exact keys before: its
+        keys k [N, Hkv, D] and values v [N, Hkv, Dv] are quantized and accounted for, and nothing is computed."""
+        batch = self._running
+        if batch is None:
+            raise UnsupportedError(f"layer {layer} is stored outside a pass that was announced")
+        slots, geometry = torch.cat(batch.new_slots), self.runtime.geometry
+
+        def run(new_k: Tensor | None, new_v: Tensor | None) -> Tensor:
+            self.pool.write(layer, slots, *((k, v) if new_k is None or new_v is None else (new_k, new_v)))
+            return k.new_zeros(0, geometry.num_qo_heads, geometry.v_head_dim)
+
+        q = k.new_zeros(0, geometry.num_qo_heads, geometry.head_dim)
+        self.runtime.attend(AttentionCall(layer, q, k, v, slots, torch.arange(len(slots)), spec, run))
 
     def abandon(self) -> None:
         """The pass failed: nothing of it is counted."""
@@ -100,6 +118,8 @@ class Passes:
         dtype = self.runtime.geometry.pool_dtype
         queries, (exact_k, exact_v) = q.flatten(0, 1), (x.flatten(0, 1)[batch.places].to(dtype) for x in (k, v))
         slots = torch.cat(batch.new_slots)
+        if self.recorded is not None:
+            self.recorded.append(StoredLayer(layer, exact_k, exact_v, spec))
         behind: dict[int, Tensor] = {}
 
         def run(new_k: Tensor | None, new_v: Tensor | None) -> Tensor:
