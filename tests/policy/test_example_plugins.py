@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-QUANTIZER, GATE, OBSERVER = (EXAMPLES / f"{kind}_plugin" for kind in ("quantizer", "gate", "observer"))
+KINDS = ("quantizer", "packed_quantizer", "gate", "observer")
+QUANTIZER, PACKED, GATE, OBSERVER = PLUGINS = [EXAMPLES / f"{kind}_plugin" for kind in KINDS]
 
 USE_QUANTIZER = """
 import json, sys, torch
@@ -32,6 +33,17 @@ print(json.dumps({
     "out": out[0, 0, :3].tolist(),
     "bytes": quantizer.bytes_per_token_head(128),
 }))
+"""
+USE_PACKED = """
+import json, sys
+from witcert_core import check_quantizer, load_policy
+from witcert_core.quantizers.coded import token_layout, why_not_packed
+
+quantizer = load_policy(sys.argv[1]).resolved_quantizer
+for head_dim in (64, 80, 128):
+    check_quantizer(quantizer, head_dim)
+sizes = [token_layout(quantizer, kind, 128).nbytes for kind in "kv"]
+print(json.dumps([why_not_packed(quantizer), sizes, quantizer.bytes_per_token_head(128)]))
 """
 USE_GATE = """
 import json, sys
@@ -60,7 +72,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which the plugins are installed, without an index and without touching this one."""
     folder = tmp_path_factory.mktemp("plugins")
     target = folder / "site"
-    sources = [str(shutil.copytree(example, folder / example.name)) for example in (QUANTIZER, GATE, OBSERVER)]
+    sources = [str(shutil.copytree(example, folder / example.name)) for example in PLUGINS]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
     subprocess.run(
         [*pip, "--no-deps", "--no-build-isolation", "--target", str(target), *sources], check=True, timeout=120
@@ -82,6 +94,12 @@ def test_a_policy_can_name_the_quantizer(installed: dict[str, str], tmp_path: Pa
     assert seen["source"] == "witcert-example-rounding 0.1.0"
     assert seen["out"] == [0.25, 0.25, -31.75]
     assert seen["bytes"] == 256
+
+
+def test_a_policy_can_name_the_quantizer_that_can_be_stored(installed: dict[str, str], tmp_path: Path) -> None:
+    done = run(USE_PACKED, "quantizer: {name: example_packed, params: {bits: 3}}", installed, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [None, [50, 50], 100.0]
 
 
 def test_a_policy_can_name_the_gate(installed: dict[str, str], tmp_path: Path) -> None:
@@ -111,6 +129,9 @@ def test_they_are_found_only_through_their_distributions(tmp_path: Path) -> None
 
 def test_the_quantizer_is_one_function_and_each_takes_ten_lines_of_packaging() -> None:
     assert (QUANTIZER / "witcert_example_rounding.py").read_text().count("def ") == 1
-    for example in (QUANTIZER, GATE, OBSERVER):
+    code = (PACKED / "witcert_example_packed.py").read_text()
+    assert code.count("def ") == 2
+    assert len([line for line in code.splitlines() if line.strip()]) < 25
+    for example in PLUGINS:
         packaging = (example / "pyproject.toml").read_text().splitlines()
         assert sum(bool(line.strip()) and not line.startswith("[") for line in packaging) <= 10

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from witcert_core.cache.bands import BandMap, group_map
 from witcert_core.errors import InputError
+from witcert_core.quantizers.packing import pack_bits
 
 SKETCH_BITS = (2, 4, 8)
 _OFFSET, _PER_OCTAVE = 140.0, 6.0  # steps from 2^-23 to 2^19, 12 % apart: float16 residuals at both ends
@@ -59,7 +60,7 @@ def encode_sketch(residual: Tensor, bands: BandMap, bits: int) -> Sketch:
     steps = torch.ceil(torch.log2(peak / half) * _PER_OCTAVE + _OFFSET).clamp(0, 255).to(torch.uint8)
     step = _step(steps).gather(-1, index)
     levels = torch.floor(torch.where(step > 0, r / step, 0.0)).clamp(-half, half - 1) + half
-    return Sketch(_pack(levels.to(torch.uint8), bits), steps)
+    return Sketch(pack_bits(levels.to(torch.uint8), bits), steps)
 
 
 def decode_sketch(sketch: Sketch, bands: BandMap, bits: int) -> Tensor:
@@ -89,13 +90,3 @@ def _steps(device: torch.device) -> Tensor:
 
 def _step(steps: Tensor) -> Tensor:
     return _steps(steps.device)[steps.to(torch.int64)]
-
-
-def _pack(levels: Tensor, bits: int) -> Tensor:
-    """Levels [..., D] below 2**bits, `8 // bits` a byte, the first in the low bits."""
-    per_byte = 8 // bits
-    padded = torch.nn.functional.pad(levels, (0, -levels.shape[-1] % per_byte))
-    grouped = padded.reshape(*padded.shape[:-1], -1, per_byte).to(torch.int64)
-    shifts = torch.arange(per_byte, device=levels.device) * bits
-    codes: Tensor = (grouped << shifts).sum(-1).to(torch.uint8)
-    return codes

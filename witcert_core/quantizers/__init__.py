@@ -2,17 +2,17 @@
 
 from witcert_core.quantizers.base import (
     CalibratedQuantizer,
-    CodedQuantizer,
     DitheredQuantizer,
     Encoded,
-    Part,
     QuantContext,
     Quantizer,
 )
 from witcert_core.quantizers.cast import Float8E4M3Cast, Float8E5M2Cast, NoQuantizer
+from witcert_core.quantizers.coded import CodedQuantizer
 from witcert_core.quantizers.engine import EnginePrecision
 from witcert_core.quantizers.function import quantizer
 from witcert_core.quantizers.int8_dither import Int8Dither, Int8DitherBypass, Int8DitherWitness
+from witcert_core.quantizers.packing import Part
 from witcert_core.quantizers.registry import REGISTRY, QuantizerRegistry
 from witcert_core.quantizers.token_group import Int2TokenGroup, Int4TokenGroup, Int8TokenGroup
 

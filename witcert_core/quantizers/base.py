@@ -6,7 +6,6 @@ Shapes: N tokens, H local KV heads, D channels of a head, G = ceil(D / group) gr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -191,76 +190,6 @@ class CalibratedQuantizer(Quantizer):
 
         Head by head: a NaN may spoil the state of its own head only.
         """
-
-
-@dataclass(frozen=True)
-class Part:
-    """One of the tensors a cache would keep: values [ROWS, H, ...], each element in `bits` bits.
-
-    ROWS is N, or N / token_group for what a group shares. Integers below 2^bits, or floats of that width.
-
-    Example:
-        >>> import torch, witcert_core as wc
-        >>> wc.Part(torch.zeros(10, 2, 64, dtype=torch.uint8), bits=4).nbytes
-        640
-    """
-
-    values: Tensor
-    bits: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes when every row and head is packed by itself."""
-        rows = self.values.shape[0] * self.values.shape[1]
-        per_row = self.values[0, 0].numel() if rows else 0
-        return rows * -(-per_row * self.bits // 8)
-
-
-@dataclass(frozen=True)
-class CodedQuantizer(Quantizer):
-    """A quantizer that says what it would store: `decode` must get along with what `encode` made.
-
-    So its number of bytes can be counted, and `fake_quantize` cannot keep more than that.
-
-    Example:
-        >>> from dataclasses import dataclass
-        >>> import torch, witcert_core as wc
-        >>> @dataclass(frozen=True)
-        ... class Signs(wc.CodedQuantizer):
-        ...     name = "signs"
-        ...     def encode(self, x, *, kind, layer, positions, ctx):
-        ...         size = x.abs().amax(-1).clamp(max=65504).half()
-        ...         return {"sign": wc.Part((x < 0).to(torch.uint8), 1), "size": wc.Part(size, 16)}
-        ...     def decode(self, parts, *, kind, layer, positions, ctx):
-        ...         return parts["size"].values.float()[..., None] * (1 - 2.0 * parts["sign"].values)
-        ...     def bytes_per_token_head(self, head_dim):
-        ...         return 2.0 * (-(-head_dim // 8) + 2)
-        >>> wc.check_quantizer(Signs())
-    """
-
-    @property
-    def sink_tokens(self) -> int:
-        """Tokens at the start of a request that it leaves exact ("attention sinks")."""
-        return 0
-
-    @abstractmethod
-    def encode(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Mapping[str, Part]:
-        """Everything stored for x [N, H, D] float32."""
-
-    @abstractmethod
-    def decode(
-        self, parts: Mapping[str, Part], *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
-    ) -> Tensor:
-        """x~ [N, H, D] float32 from the parts alone."""
-
-    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
-        check_input(self.name, x, kind, positions, ctx)
-        parts = self.encode(x, kind=kind, layer=layer, positions=positions, ctx=ctx)
-        values = self.decode(parts, kind=kind, layer=layer, positions=positions, ctx=ctx)
-        return torch.where((positions < self.sink_tokens)[:, None, None], x, values)
-
-    @abstractmethod
-    def bytes_per_token_head(self, head_dim: int) -> float: ...
 
 
 def check_kinds_alike(quantizer: Quantizer) -> None:

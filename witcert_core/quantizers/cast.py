@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from witcert_core.quantizers.base import Kind, QuantContext, Quantizer, check_input
+from witcert_core.quantizers.coded import CodedQuantizer
+from witcert_core.quantizers.packing import Part
 
 
 @dataclass(frozen=True)
@@ -27,19 +30,20 @@ class NoQuantizer(Quantizer):
 
 
 @dataclass(frozen=True)
-class _Float8Cast(Quantizer):
+class _Float8Cast(CodedQuantizer):
     """Scale 1, ties to even; beyond the largest finite value (Inf too) it saturates, NaN stays NaN."""
 
     kinds_alike: ClassVar[bool] = True
     float8: ClassVar[torch.dtype]
 
-    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
-        check_input(self.name, x, kind, positions, ctx)
+    def encode(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Mapping[str, Part]:
         largest = torch.finfo(self.float8).max
-        return x.clamp(-largest, largest).to(self.float8).to(torch.float32)
+        return {"codes": Part(x.clamp(-largest, largest).to(self.float8), 8)}
 
-    def bytes_per_token_head(self, head_dim: int) -> float:
-        return 2.0 * head_dim
+    def decode(
+        self, parts: Mapping[str, Part], *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
+    ) -> Tensor:
+        return parts["codes"].values.to(torch.float32)
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,15 @@ from witcert_core.errors import QuantizerError
 from witcert_core.quantizers.base import (
     KINDS,
     CalibratedQuantizer,
-    CodedQuantizer,
     DitheredQuantizer,
     Kind,
     QuantContext,
     Quantizer,
     check_kinds_alike,
 )
+from witcert_core.quantizers.coded import CodedQuantizer, token_layout, why_not_packed
 from witcert_core.quantizers.dither import FP16_MAX, DitherKey, num_groups
+from witcert_core.quantizers.packing import TokenLayout
 from witcert_core.quantizers.rotary import RotarySpec
 
 _LAYER = 3
@@ -289,6 +290,35 @@ def _check_codes(case: _Case, kind: Kind) -> None:
             _require(fits, f"part {name!r} has integers that do not fit {part.bits} bits")
     decoded = quantizer.decode(parts, kind=kind, layer=_LAYER, positions=case.positions, ctx=ctx)
     _same(decoded, case.run(case.x, kind), "fake_quantize is not decode(encode(x))")
+    if why_not_packed(quantizer) is None:
+        _check_packed(case, quantizer, kind)
+
+
+def _check_packed(case: _Case, quantizer: CodedQuantizer, kind: Kind) -> None:
+    """Bytes of a token are the same alone and in any batch, as many for any token, and all that decode asks for."""
+    index = torch.arange(case.num_tokens)
+    ctx = case.seen(kind, index, case.head_ids)
+    layout = token_layout(quantizer, kind, case.head_dim, ctx)
+
+    def packed(x: Tensor, tokens: Tensor) -> Tensor:
+        seen = case.seen(kind, tokens, case.head_ids)
+        parts = quantizer.encode(x, kind=kind, layer=_LAYER, positions=case.positions[tokens], ctx=seen)
+        return layout.pack(parts)
+
+    together = packed(case.x, index)
+    for token in index:
+        alone = packed(case.x[token : token + 1], index[token : token + 1])
+        _same(alone, together[token : token + 1], "the codes of a token depend on the others of its batch")
+    _check_read_back(case, quantizer, kind, layout, together)
+
+
+def _check_read_back(case: _Case, quantizer: CodedQuantizer, kind: Kind, layout: TokenLayout, packed: Tensor) -> None:
+    """Tokens read in another order and without their positions are what `fake_quantize` said."""
+    order = torch.arange(case.num_tokens).flip(0)
+    ctx = case.seen(kind, order, case.head_ids)
+    parts, nowhere = layout.unpack(packed[order]), torch.zeros_like(order)
+    read = quantizer.decode(parts, kind=kind, layer=_LAYER, positions=nowhere, ctx=ctx)
+    _same(read, case.run(case.x, kind)[order], "what is read back of its bytes is not what fake_quantize gives")
 
 
 def _check_alike(case: _Case, kind: Kind) -> None:

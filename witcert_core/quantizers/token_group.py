@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import QuantizerError
-from witcert_core.quantizers.base import Kind, QuantContext, Quantizer, check_input
+from witcert_core.quantizers.base import Kind, QuantContext
+from witcert_core.quantizers.coded import CodedQuantizer
 from witcert_core.quantizers.dither import FP16_MAX
+from witcert_core.quantizers.packing import Part
 
 MAX_GROUP = 65_536
 """More channels than a head has; a short group is filled up to its size."""
@@ -18,7 +21,7 @@ _FP16_LEAST = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.flo
 
 
 @dataclass(frozen=True)
-class _TokenGroup(Quantizer):
+class _TokenGroup(CodedQuantizer):
     """x~ = zero + scale * round((x - zero) / scale) with fp16 zero = min, scale = (max - min)/(2^bits - 1).
 
     Ranges beyond fp16 saturate; a NaN makes its own group NaN. The last group may be short.
@@ -32,8 +35,7 @@ class _TokenGroup(Quantizer):
         if not 1 <= self.group_size <= MAX_GROUP:
             raise QuantizerError(f"quantizer {self.name!r}: group_size is {self.group_size}; expected 1 to {MAX_GROUP}")
 
-    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
-        check_input(self.name, x, kind, positions, ctx)
+    def encode(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Mapping[str, Part]:
         num_tokens, num_heads, head_dim = x.shape
         num_groups = -(-head_dim // self.group_size)
         short = num_groups * self.group_size - head_dim
@@ -43,16 +45,26 @@ class _TokenGroup(Quantizer):
         largest_code = 2**self.bits - 1
         low = grouped.amin(dim=-1, keepdim=True).clamp_(-FP16_MAX, FP16_MAX)
         high = grouped.amax(dim=-1, keepdim=True).clamp_(-FP16_MAX, FP16_MAX)
-        zero = low.to(torch.float16).to(torch.float32)
-        scale = ((high - low) / largest_code).to(torch.float16).to(torch.float32)
-        step = scale.clamp(min=_FP16_LEAST)  # where the scale is 0 every code means zero
-        codes = (grouped - zero).div_(step).round_().clamp_(0, largest_code)
-        stored: Tensor = codes.mul_(scale).add_(zero).flatten(start_dim=2)
-        return stored[..., :head_dim].contiguous()
+        zero, scale = low.to(torch.float16), ((high - low) / largest_code).to(torch.float16)
+        step = scale.to(torch.float32).clamp(min=_FP16_LEAST)  # where the scale is 0 every code means zero
+        codes = (grouped - zero.to(torch.float32)).div_(step).round_().clamp_(0, largest_code)
+        codes = codes.nan_to_num_(nan=0.0).to(torch.uint8)  # of a NaN the group's zero is one, and says so
+        return {
+            "codes": Part(codes.flatten(start_dim=2)[..., :head_dim], self.bits),
+            "scale": Part(scale.squeeze(-1), 16),
+            "zero": Part(zero.squeeze(-1), 16),
+        }
 
-    def bytes_per_token_head(self, head_dim: int) -> float:
-        num_groups = -(-head_dim // self.group_size)
-        return 2.0 * (-(-head_dim * self.bits // 8) + 4 * num_groups)
+    def decode(
+        self, parts: Mapping[str, Part], *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext
+    ) -> Tensor:
+        codes = parts["codes"].values
+        head_dim = codes.shape[-1]
+        scale, zero = (parts[name].values.to(torch.float32)[..., None] for name in ("scale", "zero"))
+        full = torch.nn.functional.pad(codes, (0, -head_dim % self.group_size))
+        grouped = full.unflatten(-1, (-1, self.group_size)).to(torch.float32)
+        stored: Tensor = grouped.mul_(scale).add_(zero).flatten(start_dim=2)
+        return stored[..., :head_dim].contiguous()
 
 
 @dataclass(frozen=True)
