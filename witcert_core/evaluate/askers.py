@@ -17,10 +17,16 @@ from witcert_core.evaluate.tasks import EvalSample
 from witcert_core.policy.model import Policy
 
 TIMEOUT_S = 600.0
+AWAY = (502, 503, 504)
+"""What a proxy, or a server that starts, answers for one that is not there."""
 KEY_VARIABLE = "WITCERT_API_KEY"
 """Environment variable with the key of a server that asks for one."""
 OF_A_STATUS = ("backend", "pool_dtype", "storage", "layers_quantized", "prefill_reads", "tier", "stride", "gate")
 """Of `/witcert/status` what answers and counts depend on."""
+
+
+class UnreachableError(InputError):
+    """Nobody answers at an address; the same may be asked again later."""
 
 
 @dataclass(frozen=True)
@@ -146,17 +152,16 @@ class UrlAsker:
         return Reply(choice["message"]["content"] or "" if self.chat else choice["text"], summary)
 
     def post(self, route: str, body: Mapping[str, Any], request_id: str) -> dict[str, Any]:
-        """The answer of a route; UnsupportedError, which names the request, where there is none."""
+        """The answer of a route; where there is none UnreachableError, or UnsupportedError, which name the request."""
         try:
             response = self._client.post(route, json=body)
             response.raise_for_status()
         except self._refused as error:
             said = " ".join(error.response.text.split())[:300]
-            raise UnsupportedError(
-                f"{self.url}: {request_id} was refused with {error.response.status_code}: {said}"
-            ) from error
+            kind = UnreachableError if error.response.status_code in AWAY else UnsupportedError
+            raise kind(f"{self.url}: {request_id} was refused with {error.response.status_code}: {said}") from error
         except self._errors as error:
-            raise UnsupportedError(f"{self.url}: asking {request_id} failed: {error}") from error
+            raise UnreachableError(f"{self.url}: asking {request_id} failed: {error}") from error
         data: dict[str, Any] = response.json()
         return data
 
@@ -170,7 +175,9 @@ class UrlAsker:
                     f"{self.url}{route}: {error.response.status_code}: the server asks for its key (--api-key); put it "
                     f"into {KEY_VARIABLE}"
                 ) from error
-            raise InputError(f"{self.url}{route}: {error}; is a server running there?") from error
+            answered = isinstance(error, self._refused) and error.response.status_code not in AWAY
+            kind = InputError if answered else UnreachableError
+            raise kind(f"{self.url}{route}: {error}; is a server running there?") from error
         return response
 
     def _status(self) -> dict[str, Any] | None:
@@ -178,7 +185,7 @@ class UrlAsker:
         try:
             response = self._client.get("/witcert/status")
         except self._errors as error:
-            raise InputError(f"{self.url}/witcert/status: {error}") from error
+            raise UnreachableError(f"{self.url}/witcert/status: {error}") from error
         if response.status_code in (401, 403):
             raise InputError(f"{self.url}/witcert/status: {response.status_code} for the key in {KEY_VARIABLE}")
         return response.json() if response.status_code == 200 else None

@@ -43,14 +43,15 @@ class Scored:
 
 
 class Sglang:
-    """SGLang's `/generate`."""
+    """SGLang's `/generate`; ids: what the ids of its requests begin with, the server's own choice where it is empty."""
 
-    def __init__(self, server: UrlAsker) -> None:
+    def __init__(self, server: UrlAsker, ids: str = "") -> None:
         self._server = server
+        self._ids = ids
 
-    def write(self, prompt: Sequence[int], tokens: int, name: str) -> Scored:
-        """Greedy decoding."""
-        meta = self._ask(prompt, tokens, name, logprob_start_len=-1)
+    def write(self, prompt: Sequence[int], tokens: int, name: str, **cache: str) -> Scored:
+        """Greedy decoding; cache: whose cached prefixes are read (`extra_key`, `cache_salt`), everybody's without."""
+        meta = self._ask(prompt, tokens, name, logprob_start_len=-1, **cache)
         return _scored_by_sglang(meta, "output")
 
     def score(self, prompt: Sequence[int], answer: Sequence[int], name: str) -> Scored:
@@ -66,7 +67,11 @@ class Sglang:
             "top_logprobs_num": TOP,
             **options,
         }
+        if self._ids:
+            body["rid"] = own_id(self._ids)
         meta: dict[str, Any] = self._server.post("/generate", body, name)["meta_info"]
+        if "witcert" not in meta:
+            raise _without_summary(self._server.url, name)
         return meta
 
 
@@ -81,14 +86,15 @@ def _scored_by_sglang(meta: Mapping[str, Any], side: str, last: int = 0) -> Scor
 
 
 class Vllm:
-    """vLLM's `/v1/completions`."""
+    """vLLM's `/v1/completions`; ids: see `Sglang`."""
 
-    def __init__(self, server: UrlAsker) -> None:
+    def __init__(self, server: UrlAsker, ids: str = "") -> None:
         self._server = server
+        self._ids = ids
 
-    def write(self, prompt: Sequence[int], tokens: int, name: str) -> Scored:
-        """Greedy decoding."""
-        choice, summary = self._ask(prompt, tokens, name, logprobs=TOP, return_tokens_as_token_ids=True)
+    def write(self, prompt: Sequence[int], tokens: int, name: str, **cache: str) -> Scored:
+        """Greedy decoding; cache: see `Sglang.write`, of which vLLM knows `cache_salt`."""
+        choice, summary = self._ask(prompt, tokens, name, logprobs=TOP, return_tokens_as_token_ids=True, **cache)
         found = choice["logprobs"]
         laws = [
             {int(key.removeprefix("token_id:")): value for key, value in top.items()} for top in found["top_logprobs"]
@@ -105,13 +111,22 @@ class Vllm:
 
     def _ask(self, ids: Sequence[int], tokens: int, name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         body = {"model": self._server.model, "prompt": list(ids), "max_tokens": tokens, "temperature": 0}
+        if self._ids:
+            body["request_id"] = own_id(self._ids)
         data = self._server.post("/v1/completions", {**body, "return_token_ids": True, **options}, name)
         summary = summary_of(data)
         if summary is None:
-            raise UnsupportedError(
-                f"{self._server.url}: {name} has no summary; set report.per_request to true in its policy"
-            )
+            raise _without_summary(self._server.url, name)
         return data["choices"][0], summary
+
+
+def own_id(begins: str) -> str:
+    """A new id of a request that begins so."""
+    return f"{begins}{uuid.uuid4().hex}"
+
+
+def _without_summary(url: str, name: str) -> UnsupportedError:
+    return UnsupportedError(f"{url}: {name} has no summary; set report.per_request to true in its policy")
 
 
 ENGINES: Mapping[str, type[Sglang] | type[Vllm]] = {"sglang": Sglang, "vllm": Vllm}
@@ -131,13 +146,13 @@ def served_drift(
     Raises:
         UnsupportedError: a server whose prompts are not known to read exact keys, or that scored one otherwise.
     """
-    engine = _engine(server)
+    engine = engine_of(server)
     rows, exact_nll, left_out = [], [], 0
     for number, prompt in enumerate(prompts, 1):
         written = engine.write(prompt, tokens, f"prompt {number}")
         if len(written.ids) > 1:
             exact = engine.score(prompt, written.ids, f"the answer to prompt {number}")
-            _check_exact(exact.summary, server.url, len(prompt) + len(written.ids))
+            check_exact(exact.summary, server.url, len(prompt) + len(written.ids))
             rows.append({**compare_likeliest(exact, written), "meter": meter_of(written.summary)})
             exact_nll.append(exact.nll)
         else:
@@ -183,8 +198,12 @@ def coarse_kl(exact: Law, found: Law) -> float:
     return max(named, 0.0)
 
 
-def _engine(server: UrlAsker) -> Sglang | Vllm:
-    """Who speaks to this server; UnsupportedError where its prompts are not known to read exact keys."""
+def engine_of(server: UrlAsker, ids: str = "") -> Sglang | Vllm:
+    """Who speaks to this server, in requests whose ids begin with `ids`.
+
+    Raises:
+        UnsupportedError: its prompts are not known to read exact keys.
+    """
     if server.status is None:
         raise UnsupportedError(f"{server.url} is not metered: whether its prompts read exact keys, nobody says")
     reads = server.status.get("prefill_reads")
@@ -195,10 +214,10 @@ def _engine(server: UrlAsker) -> Sglang | Vllm:
         )
     if server.owner not in ENGINES:
         raise UnsupportedError(f"{server.url} is a server of {server.owner!r}; drift is asked of {listed(ENGINES)}")
-    return ENGINES[server.owner](server)
+    return ENGINES[server.owner](server, ids)
 
 
-def _check_exact(summary: Mapping[str, Any], url: str, tokens: int) -> None:
+def check_exact(summary: Mapping[str, Any], url: str, tokens: int) -> None:
     """UnsupportedError where some of the tokens were scored from the quantized cache."""
     if summary["rows_seen"]:
         raise UnsupportedError(

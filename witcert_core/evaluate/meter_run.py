@@ -58,15 +58,23 @@ def _prompt(line: str, where: str, is_json: bool) -> Prompt:
         data = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: is not JSON: {error}") from error
-    if isinstance(data, dict) and isinstance(data.get("prompt"), str):
-        return str(data["prompt"])
-    messages = data.get("messages") if isinstance(data, dict) else None
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+    prompt = prompt_of(data)
+    if prompt is None:
         raise InputError(
             f'{where}: has neither a text under "prompt" nor, under "messages", a list of objects with texts under '
             '"role" and "content"'
         )
-    return messages
+    return prompt
+
+
+def prompt_of(data: object) -> Prompt | None:
+    """The text under `prompt` of an object, or its `messages`; None where it has neither."""
+    if not isinstance(data, dict):
+        return None
+    if isinstance(data.get("prompt"), str):
+        return str(data["prompt"])
+    messages = data.get("messages")
+    return messages if isinstance(messages, list) and messages and all(map(_is_message, messages)) else None
 
 
 def _is_message(message: object) -> bool:
