@@ -15,6 +15,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from torch import Tensor
 from witcert_sglang.backend import metered
 from witcert_sglang.packed import PackedMethod
@@ -130,8 +131,11 @@ class Engine:
         ]
 
     def step(self, new: list[int], mode: ForwardMode) -> tuple[StepCells, list[Tensor], list[Tensor]]:
-        """One pass in which request i gets new[i] tokens; returns its cells, queries and outputs by layer."""
-        total = sum(new)
+        """One pass in which request i gets new[i] tokens; returns its cells, queries and outputs by layer.
+
+        A pass that verifies has as many for all, the newest of each and drafts.
+        """
+        total, verifies = sum(new), mode.is_target_verify()
         prefix, self.lens = self.lens, [a + b for a, b in zip(self.lens, new, strict=True)]
         slots = torch.cat(
             [self.requests.req_to_token[r, p : p + n] for r, p, n in zip(self.rows, prefix, new, strict=True)]
@@ -141,13 +145,15 @@ class Engine:
             batch_size=2,
             input_ids=torch.zeros(total, dtype=torch.int64),
             req_pool_indices=torch.tensor(self.rows),
-            seq_lens=torch.tensor(self.lens),
+            seq_lens=torch.tensor(prefix if verifies else self.lens),
             out_cache_loc=slots.long(),
-            seq_lens_sum=sum(self.lens),
+            seq_lens_sum=sum(prefix if verifies else self.lens),
             rids=["a", "b"],
         )
         batch.positions = torch.cat([torch.arange(p, p + n) for p, n in zip(prefix, new, strict=True)])
-        if not mode.is_decode():
+        if verifies:
+            batch.spec_info = chain(prefix, new[0])
+        elif not mode.is_decode():
             batch.extend_seq_lens = torch.tensor(new)
             batch.extend_prefix_lens = torch.tensor(prefix)
         queries, outputs = [], []
@@ -163,7 +169,7 @@ class Engine:
                 queries.append(q.view(total, HQ, D))
                 out = layer(*(x.to(self.model_dtype) for x in (q, k, v)), forward_batch)
                 outputs.append(out.float().view(total, HQ, D))
-            return SimpleNamespace(logits_output=SimpleNamespace())
+            return SimpleNamespace(logits_output=SimpleNamespace(auxiliary_device_output=None))
 
         with forward_context(ForwardContext(attn_backend=self.backend)):
             result = self.runtime.around_forward(model, self.runner, batch)
@@ -207,6 +213,23 @@ class Engine:
             k, v = self.simulated.pool.read(layer, slots)
             return k.float(), v.float()
         return self.pool.get_key_buffer(layer)[slots].float(), self.pool.get_value_buffer(layer)[slots].float()
+
+
+def chain(prefix: list[int], count: int, topk: int = 1) -> EagleVerifyInput:
+    """What SGLang's EAGLE workers hand to a pass that verifies `count` tokens of each request behind `prefix`."""
+    behind = torch.ones(count, count).tril().bool()
+    masks = [torch.cat([torch.ones(count, length, dtype=torch.bool), behind], 1).flatten() for length in prefix]
+    unread = [
+        "draft_token",
+        "positions",
+        "retrieve_index",
+        "retrieve_next_token",
+        "retrieve_next_sibling",
+        "retrieve_cum_len",
+    ]
+    unread += ["capture_hidden_mode", "seq_lens_sum", "seq_lens_cpu"]
+    chosen = {"spec_steps": count - 1, "topk": topk, "draft_token_num": count}
+    return EagleVerifyInput(custom_mask=torch.cat(masks), **chosen, **dict.fromkeys(unread))
 
 
 def triton_backend(runner: Any) -> Any:

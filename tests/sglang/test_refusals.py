@@ -190,6 +190,8 @@ FINE = {option.name: option.allowed for option in OPTIONS} | {
     "device": "cpu",
     "tp_size": 1,
     "disable_radix_cache": True,
+    "speculative_algorithm": None,
+    "speculative_eagle_topk": None,
 }
 
 
@@ -210,7 +212,6 @@ def test_plain_options_pass() -> None:
         ("attn_dp_size", 2, "data-parallel attention"),
         ("nnodes", 2, "several nodes"),
         ("radix_cache_backend", "mine", "prefix cache of another make"),
-        ("speculative_algorithm", "EAGLE", "speculative decoding"),
         ("enable_hierarchical_cache", True, "HiCache"),
         ("enable_lmcache", True, "LMCache"),
         ("disaggregation_mode", "prefill", "disaggregation"),
@@ -230,6 +231,25 @@ def test_plain_options_pass() -> None:
 def test_options_refused_by_name(option: str, value: object, named: str) -> None:
     with pytest.raises(UnsupportedError, match=named):
         check_options(asked(None, **{option: value}))
+
+
+EAGLE = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "policy", "named"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, {}, "--speculative-algorithm NGRAM"),
+        ({"speculative_eagle_topk": 4}, {}, "--speculative-eagle-topk 4.*ancestors"),
+        ({}, {"quantizer": {"name": "int8_dither", "storage": "packed"}}, "hold codes as well"),
+        ({}, {"gate": {"kind": "combined", "on_exhausted": "abort"}}, "drafts that are not served"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {"quantizer": {"name": "engine"}}, "its kernels read as stored"),
+    ],
+)
+def test_drafts_refused_by_name(options: dict[str, Any], policy: dict[str, Any], named: str) -> None:
+    check_options(asked(None, **EAGLE))
+    with pytest.raises(UnsupportedError, match=named):
+        check_options(asked({**NONE, **policy}, **{**EAGLE, **options}))
 
 
 def test_a_server_past_the_python_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +331,9 @@ def test_their_calls_go_through_the_meter(name: str) -> None:
     def made(*_: Any) -> Any:
         return SimpleNamespace(attend_layer=attend_layer)
 
-    backend = metered_factory(lambda _runner: Stub(), made)(None)
+    factory = metered_factory(lambda _runner: Stub(), made)
+    assert type(factory(SimpleNamespace(is_draft_worker=True))) is Stub  # what makes drafts is left alone
+    backend = factory(SimpleNamespace(is_draft_worker=False))
     backend.forward_decode(1, 2, 3, None, None)
     backend.forward_extend(1, 2, 3, None, None, save_kv_cache=True)
     assert calls == [("decoded", True), ("extended", False)]

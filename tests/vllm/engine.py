@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import witcert_vllm
 import yaml
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.triton_utils import dispatcher
 from vllm.v1.attention import selector
 
 LAYERS, HEADS = 4, 4
@@ -76,6 +78,13 @@ def write_policy(path: Path, **sections: Any) -> Path:
     return path
 
 
+def own_attributes(value: object) -> dict[str, Any]:
+    """`vars`, for a walk of vLLM's over all that is imported: llvmlite's library, there after an engine with n-gram
+    drafts, answers any name with a function, `__dict__` too."""
+    found = vars(value)
+    return found if isinstance(found, dict) else {}
+
+
 @contextmanager
 def running_engine(model: Path, work: Path, policy: dict[str, Any], **options: Any) -> Iterator[Engine]:
     """An engine for the length of the block. policy: its sections; every cell goes to the JSON lines."""
@@ -86,7 +95,8 @@ def running_engine(model: Path, work: Path, policy: dict[str, Any], **options: A
     witcert_vllm.load()
     selector._cached_get_attn_backend.cache_clear()  # the backend depends on the policy
     fixed = {"dtype": "float32", "max_model_len": 1024, "gpu_memory_utilization": 0.3, "enforce_eager": True}
-    llm = LLM(model=str(model), **{**fixed, "kv_cache_memory_bytes": 16 << 20, **options})
+    with patch.object(dispatcher, "vars", own_attributes, create=True):
+        llm = LLM(model=str(model), **{**fixed, "kv_cache_memory_bytes": 16 << 20, **options})
     try:
         yield Engine(llm, jsonl)
     finally:

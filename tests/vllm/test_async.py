@@ -24,8 +24,11 @@ pytestmark = pytest.mark.vllm
 POLICY = {"quantizer": {"name": "int8_token_group"}, "meter": {"stride": 1, "audit_every": 1, "max_rows": 2}}
 
 
-@pytest.fixture
-def overlapping(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+@pytest.fixture(params=[0, 3], ids=["plain", "drafts"])
+def overlapping(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    """Also with drafts, of which the scheduler does not know yet how many were right when it plans the next pass."""
     stock = CpuPlatform.check_and_update_config
 
     def asynchronously(vllm_config: Any) -> None:
@@ -41,7 +44,15 @@ def overlapping(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         monkeypatch.setattr(owner, name, MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
-    options = {"max_model_len": 512, "block_size": 32, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 64}
+    options: dict[str, Any] = {
+        "max_model_len": 512,
+        "block_size": 32,
+        "num_gpu_blocks_override": 20,
+        "max_num_batched_tokens": 64,
+    }
+    if request.param:
+        drafts = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": request.param}
+        options["speculative_config"] = drafts
     with running_engine(checkpoint, tmp_path, POLICY, max_num_seqs=8, **options) as engine:
         yield engine
 

@@ -26,6 +26,7 @@ from witcert_vllm.refusals.model import ROWS, VllmModel, untried_device
 from witcert_vllm.refusals.server import (
     CACHE_ROWS,
     CONFIG_ROWS,
+    DRAFT_ROWS,
     OPTIONS,
     Resolved,
     check_connector,
@@ -65,10 +66,12 @@ def refusal(code: int, output: str) -> str:
     return lines[0]
 
 
-def test_speculative_decoding_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
-    speculative = json.dumps({"method": "ngram", "num_speculative_tokens": 2})
-    policy = write_policy(tmp_path / "p.yaml", **NONE)
-    assert "speculative decoding" in refusal(*launch(checkpoint, policy, ["--speculative-config", speculative]))
+def test_a_draft_model_over_packed_codes_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    speculative = json.dumps({"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 2})
+    policy = write_policy(tmp_path / "p.yaml", quantizer={"name": "int8_dither", "storage": "packed"})
+    line = refusal(*launch(checkpoint, policy, ["--speculative-config", speculative]))
+    assert "speculative decoding by 'draft_model'" in line
+    assert "use the method `ngram`" in line
 
 
 def refused_config(model: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> str:
@@ -173,9 +176,6 @@ FINE = {option.name: option.allowed for option in OPTIONS}
         ("data_parallel_size", 2, "data parallelism"),
         ("decode_context_parallel_size", 2, "context"),
         ("prefill_context_parallel_size", 2, "context"),
-        ("speculative_config", {"method": "ngram"}, "speculative decoding"),
-        ("spec_method", "ngram", "speculative decoding"),
-        ("spec_tokens", 2, "speculative decoding"),
         ("kv_offloading_size", 4.0, "--kv-offloading-size"),
         ("kv_sharing_fast_prefill", True, "shared KV"),
         ("enable_dbo", True, "dual-batch"),
@@ -197,14 +197,32 @@ def test_a_server_past_the_python_one_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_no_option_asked_for_is_refused() -> None:
-    """A model in speculators format names a draft model; VLLM_DP_SIZE makes replicas."""
-    speculative, replicas = SimpleNamespace(method="eagle3"), SimpleNamespace(data_parallel_size=2)
-    alone = SimpleNamespace(data_parallel_size=1)
-    check_resolved(SimpleNamespace(speculative_config=None, parallel_config=alone))
-    with pytest.raises(UnsupportedError, match=r"'eagle3'.*speculative decoding"):
-        check_resolved(SimpleNamespace(speculative_config=speculative, parallel_config=alone))
+    """VLLM_DP_SIZE makes replicas."""
+    check_resolved(SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1)))
     with pytest.raises(UnsupportedError, match="data parallelism"):
-        check_resolved(SimpleNamespace(speculative_config=None, parallel_config=replicas))
+        check_resolved(SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2)))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "policy", "said"),
+    [
+        ({"method": "extract_hidden_states"}, {}, "keep no keys and values"),
+        ({"method": "dspark", "enable_adaptive_verification": True}, {}, "known on the device alone"),
+        ({"method": "eagle3"}, {"quantizer": {"name": "int8_dither", "storage": "packed"}}, "pages of codes"),
+        ({"method": "ngram"}, {"gate": {"kind": "combined", "on_exhausted": "abort"}}, "drafts that are not served"),
+    ],
+)
+def test_drafts_refused_by_name(drafts: dict[str, Any], policy: dict[str, Any], said: str) -> None:
+    def check(**of_drafts: Any) -> None:
+        speculative = SimpleNamespace(**{"enable_adaptive_verification": False, **of_drafts}) if of_drafts else None
+        found = Resolved(
+            SimpleNamespace(speculative_config=speculative), parse_policy({"version": 1, **NONE, **policy}), {}
+        )
+        refuse(DRAFT_ROWS, found)
+
+    check()
+    with pytest.raises(UnsupportedError, match=rf"speculative decoding by '{drafts['method']}'.*{said}"):
+        check(**drafts)
 
 
 TEXT = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}

@@ -45,16 +45,17 @@ def test_alone_it_is_metered_as_in_one_chunk(checkpoint: Path, tmp_path: Path) -
 
 
 def test_its_own_key_is_read_as_a_chunk_reads_it() -> None:
-    """Requests: a chunk of three, a prompt's last token, a generated token."""
-    new, prefilling = [3, 1, 1], [True, True, False]
+    """Requests: a chunk of three, a prompt's last token, a generated token, one with two drafts, and a chunk that is
+    computed again behind the prompt."""
+    new, prefilling, drafts = [3, 1, 1, 3, 3], [True, True, False, False, False], [0, 0, 0, 2, 0]
 
     def attends_quantized(prefill_reads: str, prefilling: Sequence[bool | None]) -> list[bool]:
         runtime = VllmRuntime.__new__(VllmRuntime)
         runtime.policy = SimpleNamespace(prefill_reads=prefill_reads)  # type: ignore[assignment]
-        return runtime._reads_stored(prefilling, new)
+        return runtime._reads_stored(prefilling, new, drafts)
 
-    assert attends_quantized("chunk_exact", prefilling) == [False, False, True]
-    assert attends_quantized("chunk_exact", [True] * 3) == [False] * 3
-    assert attends_quantized("stored", prefilling) == [True] * 3
+    assert attends_quantized("chunk_exact", prefilling) == [False, False, True, True, False]
+    assert attends_quantized("chunk_exact", [True] * 5) == [False] * 5
+    assert attends_quantized("stored", prefilling) == [True] * 5
     with pytest.raises(UnsupportedError, match="prefilling"):
-        attends_quantized("chunk_exact", [None] * 3)
+        attends_quantized("chunk_exact", [None] * 5)

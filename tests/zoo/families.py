@@ -36,7 +36,7 @@ class Family:
         return sorted(set(range(self.num_layers)) - set(self.attending))
 
 
-def _sizes(num_layers: int) -> dict[str, Any]:
+def sizes(num_layers: int) -> dict[str, Any]:
     return {
         "vocab_size": 320,
         "hidden_size": 128,
@@ -64,14 +64,14 @@ _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _MAMBA = {"mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_chunk_size": 64}
 
 
 def gemma3() -> Any:
     """google/gemma-3: windows but for every sixth layer (here every third), norms of queries and keys."""
     return transformers.Gemma3TextConfig(
-        **_sizes(6),
+        **sizes(6),
         head_dim=64,
         query_pre_attn_scalar=64,
         sliding_window=WINDOW,
@@ -82,7 +82,7 @@ def gemma3() -> Any:
 def gpt_oss() -> Any:
     """openai/gpt-oss: windows in every other layer, learned sinks in all, experts, YaRN."""
     return transformers.GptOssConfig(
-        **_sizes(4),
+        **sizes(4),
         head_dim=64,
         sliding_window=WINDOW,
         layer_types=_every(2, "sliding_attention"),
@@ -102,15 +102,15 @@ def gpt_oss() -> Any:
 
 def mistral() -> Any:
     """mistralai/Mistral-7B-v0.1: a window in every layer."""
-    return transformers.MistralConfig(**_sizes(4), head_dim=64, sliding_window=WINDOW)
+    return transformers.MistralConfig(**sizes(4), head_dim=64, sliding_window=WINDOW)
 
 
 def qwen3_next() -> Any:
     """Qwen/Qwen3-Next: three layers of gated delta nets to one of gated attention, partial RoPE, experts."""
     return transformers.Qwen3NextConfig(
-        **_sizes(4),
+        **sizes(4),
         **_LINEAR,
-        **_EXPERTS,
+        **EXPERTS,
         head_dim=64,
         layer_types=_every(4, "linear_attention"),
         num_experts=4,
@@ -122,13 +122,13 @@ def qwen3_next() -> Any:
 
 def falcon_h1() -> Any:
     """tiiuae/Falcon-H1: Mamba-2 and attention side by side in every layer."""
-    return transformers.FalconH1Config(**_sizes(2), **_MAMBA, head_dim=64, mamba_d_ssm=128, mamba_n_heads=4)
+    return transformers.FalconH1Config(**sizes(2), **_MAMBA, head_dim=64, mamba_d_ssm=128, mamba_n_heads=4)
 
 
 def granite4() -> Any:
     """ibm-granite/granite-4.0-h: Mamba-2 but for every fourth layer (as here), no positions."""
     return transformers.GraniteMoeHybridConfig(
-        **_sizes(4),
+        **sizes(4),
         **_MAMBA,
         layer_types=["mamba", "mamba", "mamba", "attention"],
         num_local_experts=0,
@@ -151,7 +151,11 @@ FAMILIES: dict[str, Family] = {
 
 def make_checkpoint(name: str, directory: Path) -> Path:
     """A checkpoint of FAMILIES[name] in `directory`, the same for every call."""
-    config = FAMILIES[name].config()
+    return save_family(FAMILIES[name].config(), directory)
+
+
+def save_family(config: Any, directory: Path) -> Path:
+    """A checkpoint of a configuration."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

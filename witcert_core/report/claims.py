@@ -10,6 +10,7 @@ LOCAL = "local to a layer: nothing is claimed end to end"
 NON_ADAPTIVE = "non-adaptive queries: texts fixed before the cached prefix was written"
 SAMPLED_PREFIX = "its cached prefix holds tokens that were sampled, or loaded, before"
 AFTER_ITS_ANSWER = "its text goes on, or may go on, after an answer of its own"
+ADAPTIVE_DRAFTS = "which drafts are made for it, and so which tokens share a dither, may depend on the dither it reads"
 NOT_FROM_ITS_START = "its earlier passes were forgotten, or not seen"
 
 

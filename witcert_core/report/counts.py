@@ -160,6 +160,7 @@ class RequestState:
     num_heads: int
     num_forms: int
     rows_metered: int = 0
+    rows_rejected: int = 0
     unknown_rows: int = 0
     cells_measured: int = 0
     cells_exact: int = 0
@@ -227,7 +228,7 @@ class RequestState:
         delta_loc = float(cells.delta_loc[row])
         self.tier_cells["probabilistic" if delta_loc > 0 else "deterministic"] += meter.numel()
         if delta_loc > 0:
-            self.delta_spent = math.nextafter(self.delta_spent + delta_loc * every.numel(), math.inf)
+            self._spend(delta_loc * every.numel())
         self._rows_by_layer[layer] += 1
         new_row = self._count_row(layer)
         audit = audited, violations, outputs, mismatches
@@ -259,6 +260,15 @@ class RequestState:
         self.rows_metered += new_row
         return new_row
 
+    def _spend(self, delta: float) -> None:
+        self.delta_spent = math.nextafter(self.delta_spent + delta, math.inf)
+
+    def count_rejected(self, delta_spent: float) -> None:
+        """A metered row of a draft that was wrong, whose cells spent so much together."""
+        self.rows_rejected += 1
+        if delta_spent > 0:
+            self._spend(delta_spent)
+
     def count_lost(self, layer: int, reason: str) -> None:
         """A row of which `layer` was to be measured and was not, though other layers were."""
         self.lost_cells[reason] += self.num_heads
@@ -285,6 +295,7 @@ class RequestState:
         left = RequestState(self.num_layers, self.num_heads, self.num_forms, without_law=why)
         left.unknown_rows = self.unknown_rows + self.rows_metered
         left.unknown_reasons = self.unknown_reasons + Counter({LAW_WITHDRAWN: self.rows_metered})
+        left.rows_rejected = self.rows_rejected
         left.audit, left.sample, left.delta_spent = self.audit, self.sample, self.delta_spent
         left.repaired_blocks, left.repaired_bytes = self.repaired_blocks, self.repaired_bytes
         return left

@@ -164,6 +164,13 @@ class RequestLedger:
         if self._jsonl is not None and self._policy.report.cells != "none":
             self._jsonl.write(unknown_record(request_id, rows, reason))
 
+    def count_rejected(self, request_id: str, delta_spent: float) -> None:
+        """Count a metered row of a draft that was wrong: of no text that is served, but its bounds could have failed.
+
+        delta_spent: the failure probability of all its cells.
+        """
+        self._state(request_id).count_rejected(delta_spent)
+
     def count_lost(self, request_id: str, layer: int, reason: str) -> None:
         """Count the cells of one row in `layer` that were to be measured and were not, though other layers were."""
         self._check_layer(layer)
@@ -277,6 +284,7 @@ class RequestLedger:
             "tau": policy.gate.tau,
             "rows_seen": state.rows_metered + state.unknown_rows,
             "rows_metered": state.rows_metered,
+            "rows_rejected": state.rows_rejected,
             "cells_measured": measured,
             "cells_exact": state.cells_exact,
             "cells_unknown": sum(unknown.values()),

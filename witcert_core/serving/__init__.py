@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from witcert_core.meter.audit import output_excess as output_excess
     from witcert_core.meter.kernel_error import KernelArithmetic as KernelArithmetic
     from witcert_core.quantizers.layout import KVLayout as KVLayout
+    from witcert_core.report.claims import ADAPTIVE_DRAFTS as ADAPTIVE_DRAFTS
     from witcert_core.report.claims import AFTER_ITS_ANSWER as AFTER_ITS_ANSWER
     from witcert_core.report.counts import Observed as Observed
     from witcert_core.report.jsonl import check_writable as check_writable
@@ -97,7 +98,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "witcert_core.meter.audit": ("output_excess",),
     "witcert_core.meter.kernel_error": ("KernelArithmetic",),
     "witcert_core.quantizers.layout": ("KVLayout",),
-    "witcert_core.report.claims": ("AFTER_ITS_ANSWER",),
+    "witcert_core.report.claims": ("ADAPTIVE_DRAFTS", "AFTER_ITS_ANSWER"),
     "witcert_core.report.counts": ("Observed",),
     "witcert_core.report.jsonl": ("check_writable",),
     "witcert_core.report.ledger": ("make_ledger", "without_cache"),

@@ -19,11 +19,11 @@ def banner_text(runtime: Runtime, *, answers: str, metrics: str, note: str = "")
     status, policy, geometry = runtime.status(), runtime.policy, runtime.geometry
     metered, quantized = status["layers_metered"], status["layers_quantized"]
     cells = len(metered) * geometry.total_qo_heads
-    claim = (
-        f"probabilistic, {NON_ADAPTIVE}; the deterministic tier beside it"
-        if runtime.uses_dither
-        else "deterministic, any query"
-    )
+    claim = "deterministic, any query"
+    if why := runtime.planner.without_law:
+        claim += f"; no probabilistic tier: {why}"
+    elif runtime.uses_dither:
+        claim = f"probabilistic, {NON_ADAPTIVE}; the deterministic tier beside it"
     lines = [
         f"WitCert meters this server: {status['quantizer']} in a {status['pool_dtype']} pool, {geometry.backend}",
         f"  cells a metered row : {cells} ({len(metered)} of {len(runtime.layers)} layers "

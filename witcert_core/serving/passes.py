@@ -85,7 +85,8 @@ class RequestPass:
     prefilling: whether the new tokens are of its prompt. Where an engine does not say, a single token after others is
     taken for a generated one. attends_quantized: whether the new tokens read their quantized selves; by default
     generated ones do, and chunks under `prefill_reads: stored`. not_followed: why no row of the new tokens can be
-    metered, though they read what is stored; such rows are unknown.
+    metered, though they read what is stored; such rows are unknown. drafts: how many of the last new tokens are guesses
+    that this pass verifies, a chain: each reads those before it. The next pass writes anew where one was wrong.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class RequestPass:
     prefilling: bool | None = None
     attends_quantized: bool | None = None
     not_followed: str = ""
+    drafts: int = 0
 
 
 @dataclass
@@ -101,8 +103,8 @@ class RowCounts:
     """Running counts of one request: decode rows seen (they set the stride) and rows metered (they spend delta).
 
     reached: tokens computed so far, prefix included. sampled_from: position of its first token that was sampled, None
-    before that. decoded: generated tokens since its last chunk. without_law: why only deterministic bounds are
-    claimed for it, or ''.
+    before that. decoded: passes with generated tokens since its last chunk. without_law: why only deterministic bounds
+    are claimed for it, or ''. drafted: where the last pass ended, if it verified drafts; else 0.
     """
 
     decode_rows: int = 0
@@ -111,6 +113,7 @@ class RowCounts:
     sampled_from: int | None = None
     decoded: int = 0
     without_law: str = ""
+    drafted: int = 0
 
     def follow(self, prefix: int, new: int, decoding: bool, prefilling: bool | None) -> tuple[int, int]:
         """Take note of a pass. How many of its last new tokens were sampled, and how long the prefix is whose origin
@@ -135,7 +138,8 @@ class MeteredRow:
     """One metered row: its request's index in the batch, its place in the flat query tensor and its position.
 
     ordinal: 1-based count of metered rows of the request, the `t` of the failure budget. delta_loc: what each of its
-    cells may spend of it; 0 under the deterministic tier.
+    cells may spend of it; 0 under the deterministic tier. draft: the row counts if so many drafts were right; 0 for
+    that of a token which was none.
     """
 
     request: int
@@ -145,6 +149,7 @@ class MeteredRow:
     audited: bool
     sketched: bool = False
     delta_loc: float = 0.0
+    draft: int = 0
 
 
 @dataclass
@@ -155,7 +160,7 @@ class RowPlan:
     sampled by this server; attends_quantized[i]: whether these read their quantized selves. prefixes: request -> how
     many of its first tokens others may have generated, for `GeneratedSlots`. without_law: request -> why it may spend
     no failure probability. sample: compares the audited rows of sampled requests with the truth. sketches: bounds the
-    sketched ones.
+    sketched ones. drafts: request -> how many of its last new tokens are drafts, where any are.
     """
 
     rows: list[MeteredRow]
@@ -168,6 +173,12 @@ class RowPlan:
     prefixes: dict[int, int] = field(default_factory=dict)
     without_law: dict[int, str] = field(default_factory=dict)
     attends_quantized: list[bool] = field(default_factory=list)
+    drafts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def certain(self) -> list[Tensor]:
+        """`requests` without their drafts, which the next pass may take back."""
+        return [slots[: slots.numel() - self.drafts.get(i, 0)] for i, slots in enumerate(self.requests)]
 
     @property
     def tokens(self) -> Tensor:
@@ -203,11 +214,15 @@ class RowPlanner:
     it go on, they are counted on from there, and it may spend no failure probability.
     """
 
-    def __init__(self, *, stride: int, max_rows: int, audit_every: int, stored_prefill: bool) -> None:
+    def __init__(
+        self, *, stride: int, max_rows: int, audit_every: int, stored_prefill: bool, without_law: str = ""
+    ) -> None:
+        """without_law: why no request may spend failure probability, or ''."""
         self.stride = stride
         self.max_rows = max_rows
         self.audit_every = audit_every
         self.stored_prefill = stored_prefill
+        self.without_law = without_law
         self._requests: OrderedDict[str, RowCounts] = OrderedDict()
         self._forgotten = Forgotten()
 
@@ -222,7 +237,7 @@ class RowPlanner:
     def _first_seen(self, rid: str) -> RowCounts:
         metered = self._forgotten.metered(rid)
         if metered is None:
-            return RowCounts()
+            return RowCounts(without_law=self.without_law)
         # Which of its tokens were sampled, and what its prefix was, is not known: all that it writes counts as sampled.
         return RowCounts(metered=metered, sampled_from=0, without_law=NOT_FROM_ITS_START)
 
@@ -251,29 +266,36 @@ class RowPlanner:
             new = request.new_tokens
             prefix = request.slots.numel() - new
             counts = self.request(request.request_id)
-            decoding = new == 1 and prefix > 0 and not request.prefilling
+            decoding = new == 1 + request.drafts and prefix > 0 and not request.prefilling
+            most = max(counts.reached, counts.drafted)
+            if decoding and counts.drafted:
+                counts.decode_rows -= counts.drafted - prefix  # drafts that were wrong
+            counts.drafted = prefix + new if decoding and request.drafts else 0
+            if request.drafts:
+                plan.drafts[index] = request.drafts
             reads = request.attends_quantized
             plan.attends_quantized.append(decoding or self.stored_prefill if reads is None else reads)
             if decoding and not counts.reached and not counts.without_law:
                 # No request begins with a generated token: an earlier pass of this one went by, or was forgotten.
                 counts.sampled_from, counts.without_law = 0, NOT_FROM_ITS_START
             # Computed again after a preemption a request has one token more than before at most.
-            longer = counts.decode_rows and (prefix >= counts.reached or prefix + new > counts.reached + 1)
+            longer = counts.decode_rows and (prefix >= most or prefix + new > most + 1)
             if request.prefilling and longer and not counts.without_law:
                 counts.without_law = AFTER_ITS_ANSWER  # the prompt of a session grows turn by turn
-            generated, looked = counts.follow(prefix, new, decoding, request.prefilling)
-            plan.generated.append(generated)
+            generated, looked = counts.follow(prefix, new - request.drafts, decoding, request.prefilling)
+            plan.generated.append(generated + request.drafts)
             if looked:
                 plan.prefixes[index] = looked
             if counts.without_law:
                 plan.without_law[index] = counts.without_law
-            if decoding:
-                wanted = [0] if counts.decode_rows % self.stride == 0 else []
-                counts.decode_rows += 1
-                if not wanted:
-                    unmetered[index, "stride"] += 1
+            ordinal = counts.decode_rows
+            counts.decode_rows += new if decoding else 0
+            if decoding and not request.not_followed:
+                wanted = [offset for offset in range(new) if (ordinal + offset) % self.stride == 0]
+                if len(wanted) < new:
+                    unmetered[index, "stride"] += new - len(wanted)
             elif prefix > 0 or self.stored_prefill:
-                wanted = [] if request.not_followed else self._chunk_rows(new)
+                wanted = [] if request.not_followed else self._chunk_rows(new - request.drafts)
                 if request.not_followed:
                     unmetered[index, request.not_followed] += new
                 elif len(wanted) < new:
@@ -283,7 +305,8 @@ class RowPlanner:
             for offset in wanted:
                 counts.metered += 1
                 audited = self.audit_every > 0 and (counts.metered - 1) % self.audit_every == 0
-                picked.append(MeteredRow(index, token + offset, prefix + offset, counts.metered, audited))
+                draft = max(offset - (new - 1 - request.drafts), 0)
+                picked.append(MeteredRow(index, token + offset, prefix + offset, counts.metered, audited, draft=draft))
             token += new
         return plan
 

@@ -46,7 +46,8 @@ class Runtime:
     each layer by its own group's slots. geometry: of the first cache group, others: of those beyond it.
     keeps_ledger: false where tokens are committed in another process, which then keeps it (`make_ledger`).
     tables: the rotary embeddings of the layers, for quantizers of keys before RoPE. num_hidden_layers: of the model,
-    where some of them keep no keys and values.
+    where some of them keep no keys and values. without_law: why no request of this engine has the probabilistic tier,
+    or ''.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Runtime:
         others: Sequence[Geometry] = (),
         num_hidden_layers: int = 0,
         keeps_ledger: bool = True,
+        without_law: str = "",
     ) -> None:
         self.policy = policy
         self.quantizer = quantizer = policy.resolved_quantizer
@@ -80,6 +82,7 @@ class Runtime:
             max_rows=geometry.num_slots if policy.repairs else meter.max_rows,
             audit_every=meter.audit_every,
             stored_prefill=policy.prefill_reads == "stored",
+            without_law=without_law if policy.tier == "probabilistic" else "",
         )
         self.uses_dither = policy.tier == "probabilistic"
         self.budget = Budget(
@@ -143,6 +146,7 @@ class Runtime:
             not_audited=not_audited,
             not_sketched=not_sketched,
             without_law=plan.without_law if self.uses_dither else {},
+            drafts=plan.drafts,
         )
         for group, slots in places:
             group.begin(Pass(replace(plan, requests=list(slots.requests)), step, slots.written))
@@ -245,7 +249,7 @@ class Runtime:
             said.update(storage.status())
         return {
             "quantizer": self.quantizer.name,
-            "tier": "probabilistic" if self.uses_dither else "deterministic",
+            "tier": "probabilistic" if self.uses_dither and not self.planner.without_law else "deterministic",
             "backend": g.backend,
             "pool_dtype": str(g.pool_dtype).removeprefix("torch."),
             "num_layers": len(self.layers),

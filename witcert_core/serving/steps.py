@@ -7,7 +7,7 @@ only for the requests whose tokens the engine commits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +55,7 @@ class StepCells:
     verdicts: what a repairing gate did, one for each layer and request.
     truths: what compression really did to the audited rows of sampled requests. not_audited: their other rows, by
     index in the batch and reason. sketched, not_sketched: likewise bounds from sketches, and rows without them.
+    drafts: index in the batch -> how many drafts the pass verified, where any.
     """
 
     request_ids: list[str]
@@ -71,6 +72,7 @@ class StepCells:
     not_audited: Counter[tuple[int, str]] = field(default_factory=Counter)
     sketched: dict[int, SketchedBounds] = field(default_factory=dict)
     not_sketched: Counter[tuple[int, str]] = field(default_factory=Counter)
+    drafts: dict[int, int] = field(default_factory=dict)
 
     def know(self, layer: int, truth: Truth | None) -> None:
         """Keep what is known of some rows of a layer, beside what already is."""
@@ -90,16 +92,26 @@ class StepCells:
             layers |= dict(zip(summed, found, strict=True))
             summed.clear()
 
-    def count(self, ledger: RequestLedger, committed: Collection[int]) -> dict[int, str]:
-        """Count the rows of the committed requests, by index in the batch.
+    def count(
+        self, ledger: RequestLedger, committed: Collection[int], right: Mapping[int, int] | None = None
+    ) -> dict[int, str]:
+        """Count the rows of the committed requests, by index in the batch. right: how many drafts of each were.
 
+        Rows of other drafts are of a text that is not served: nothing is counted of them but what they spent.
         Returns, for those whose gate gave up in some layer, why.
         """
+        right = right or {}
+        kept = [row.draft <= right.get(row.request, 0) for row in self.rows]
+        dropped = Counter(row.request for row, keep in zip(self.rows, kept, strict=True) if not keep)
         for index, why in self.without_law.items():
             if index in committed:
                 ledger.claim_no_law(self.request_ids[index], why)
         for number, row in enumerate(self.rows):
             if row.request not in committed:
+                continue
+            if not kept[number]:
+                spent = sum(float(cells.delta_loc[number]) * cells.meter.shape[1] for cells in self.layers.values())
+                ledger.count_rejected(self.request_ids[row.request], spent)
                 continue
             if self.lost and not self.layers:
                 ledger.count_unknown(self.request_ids[row.request], 1, next(iter(self.lost.values())))
@@ -131,21 +143,26 @@ class StepCells:
             for layer, reason in self.lost.items():
                 ledger.count_lost(self.request_ids[row.request], layer, reason)
         for (index, reason), count in self.unmetered.items():
-            if index in committed:
-                ledger.count_unknown(self.request_ids[index], count, reason)
+            if index in committed:  # rows of one request have one reason, its drafts' among them
+                wrong = self.drafts.get(index, 0) - right.get(index, 0)
+                ledger.count_unknown(self.request_ids[index], count - wrong + dropped[index], reason)
         for (index, reason), count in self.not_audited.items():
             if index in committed:
-                ledger.count_not_audited(self.request_ids[index], count, reason)
+                ledger.count_not_audited(self.request_ids[index], count - dropped[index], reason)
         for (index, reason), count in self.not_sketched.items():
             if index in committed:
-                ledger.count_not_sketched(self.request_ids[index], count, reason)
+                ledger.count_not_sketched(self.request_ids[index], count - dropped[index], reason)
         gave_up: dict[int, str] = {}
         for verdict in self.verdicts:
             if verdict.index not in committed:
                 continue
             rid = self.request_ids[verdict.index]
+            status = verdict.status
+            if dropped[verdict.index]:
+                of_request = [keep for row, keep in zip(self.rows, kept, strict=True) if row.request == verdict.index]
+                status = status[torch.tensor(of_request)]
             if verdict.index in self.without_law or not ledger.claims_no_law(rid):  # else the gate went by the law
-                ledger.count_verdict(rid, verdict.status)
+                ledger.count_verdict(rid, status)
             ledger.count_repair(rid, verdict.repaired_blocks, verdict.repaired_bytes)
             if verdict.gave_up:
                 gave_up[verdict.index] = verdict.gave_up

@@ -69,6 +69,8 @@ def metered_factory(
 
     def create(runner: Any) -> Any:
         backend = stock(runner)
+        if runner.is_draft_worker:  # what it writes decides which drafts are made, not what is served
+            return backend
         runtime = make_runtime(runner, backend)
         backend.__class__ = metered(type(backend))  # type: ignore[arg-type]
         backend.witcert_runtime = runtime

@@ -28,6 +28,8 @@ _OPTIONS = (
     "cuda_graph_config",
     "disable_radix_cache",
     "page_size",
+    "speculative_algorithm",
+    "speculative_eagle_topk",
 )
 
 CONTRACT: tuple[Signature | Members, ...] = (
@@ -122,7 +124,8 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Signature(f"{_POOL}.MLATokenToKVPool.set_kv_buffer", ("self", "layer", "loc_info", "cache_k", "cache_v")),
     Signature(f"{_POOL}.MLATokenToKVPool.get_key_buffer", ("self", "layer_id")),
     Signature(f"{_POOL}.MLATokenToKVPool.get_value_buffer", ("self", "layer_id")),
-    Members(f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator", ("model_dtype",)),
+    Members(f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator", ("model_dtype", "is_draft_worker")),
+    Members(f"{_SRT}.speculative.eagle_info.EagleVerifyInput", ("topk", "draft_token_num")),
     Signature(f"{_QUANT}.create_buffers", ("self", "size", "head_num", "head_dim", "layer_num", "device")),
     Signature(f"{_QUANT}.compute_cell_size", ("self", "head_num", "head_dim", "num_layers", "kv_size")),
     Members(_QUANT, ("needs_plain_kv_dequant_read", "quantize_and_store", "dequantize_prev_kv")),
@@ -142,11 +145,12 @@ CONTRACT: tuple[Signature | Members, ...] = (
             "extend_prefix_lens_cpu",
             "seq_lens_sum",
             "is_prefill_only",
+            "spec_info",
         ),
     ),
     Members(
         f"{_SRT}.model_executor.forward_batch_info.ForwardMode",
-        ("is_decode", "is_idle", "is_mixed", "is_cuda_graph", "is_cpu_graph", "EXTEND", "DECODE"),
+        ("is_decode", "is_idle", "is_mixed", "is_target_verify", "is_cuda_graph", "is_cpu_graph", "EXTEND", "DECODE"),
     ),
     Members(
         f"{_SRT}.model_executor.model_runner.ModelRunner",
@@ -158,12 +162,14 @@ CONTRACT: tuple[Signature | Members, ...] = (
             "dtype",
             "device",
             "decode_cuda_graph_runner",
+            "is_draft_worker",
         ),
     ),
     Members(f"{_SRT}.layers.logits_processor.LogitsProcessorOutput", ("auxiliary_device_output",)),
     Signature(f"{_SRT}.managers.auxiliary_output.append_auxiliary_output", ("current", "output")),
     Signature(f"{_SRT}.managers.auxiliary_output.CompositeDeviceAuxiliaryOutput", ("outputs",)),
     Signature(f"{_SRT}.managers.auxiliary_output.DeviceAuxiliaryOutput.copy_to_host", ("self", "copy_tensor")),
+    Members(f"{_SRT}.managers.auxiliary_output.CommittedTokens", ("token_ids",)),
     Signature(f"{_SRT}.managers.auxiliary_output.HostAuxiliaryOutput.consume", ("self", "batch", "commits")),
     Signature(f"{_SRT}.managers.schedule_batch.FINISH_ABORT", ("message",)),
     Members(

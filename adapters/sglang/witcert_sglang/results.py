@@ -40,7 +40,8 @@ class StepOutput:
             if not getattr(req, "witcert_reported", False)
             if not self.step.request_ids[index].startswith(HEALTH_CHECK)
         }
-        for index, why in self.step.count(self.runtime.ledger, committed).items():
+        right = {index: len(commit.token_ids) - 1 for index, commit in enumerate(commits) if commit is not None}
+        for index, why in self.step.count(self.runtime.ledger, committed, right).items():
             if self.runtime.policy.gate.on_exhausted == "abort":
                 abort(batch.reqs[index], why)
 

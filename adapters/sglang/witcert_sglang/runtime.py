@@ -48,6 +48,7 @@ class SglangRuntime(Runtime):
         requests: Any = None,
         others: Sequence[Geometry] = (),
         num_hidden_layers: int = 0,
+        without_law: str = "",
     ) -> None:
         """scales: of a pool that SGLang quantizes itself, see `EnginePool`. tables: see `Encoder`.
 
@@ -64,7 +65,7 @@ class SglangRuntime(Runtime):
             read = packed_layers(pool)
         elif policy.meters_engine:
             read = EnginePool(pool, geometry.pool_dtype, scales or {})
-        more: dict[str, Any] = {"others": others, "num_hidden_layers": num_hidden_layers}
+        more: dict[str, Any] = {"others": others, "num_hidden_layers": num_hidden_layers, "without_law": without_law}
         super().__init__("sglang", policy, geometry, read, metrics, ranks, tables, **more)
 
     def status(self) -> dict[str, Any]:
@@ -88,7 +89,8 @@ class SglangRuntime(Runtime):
         if replays and looked:
             requests = requests_on_device(forward_batch)
         else:
-            reads_stored = forward_batch.forward_mode.is_decode() or self.policy.prefill_reads == "stored"
+            generates = forward_batch.forward_mode.is_decode() or forward_batch.forward_mode.is_target_verify()
+            reads_stored = generates or self.policy.prefill_reads == "stored"
             requests = requests_of(forward_batch, runner.req_to_token_pool.req_to_token, reads_stored)
         self.begin_pass(requests, forward_batch.out_cache_loc)
         if replays and self.graphs is not None:
@@ -102,7 +104,8 @@ class SglangRuntime(Runtime):
         if output.logits_output is not None and step is not None:
             travelling = StepOutput(self, step)
             output.logits_output.witcert_step = travelling
-            if forward_batch.is_prefill_only:  # scoring mostly samples nothing, so nothing else would send it
+            # Scoring mostly samples nothing, and drafts are judged apart, so nothing else would send it.
+            if forward_batch.is_prefill_only or forward_batch.forward_mode.is_target_verify():
                 send_along(output.logits_output, travelling)
         return output
 
@@ -261,12 +264,33 @@ def requests_of(batch: Any, req_to_token: Tensor, reads_stored: bool) -> list[Re
     extends them all.
     """
     rids, mode = batch.rids or [], batch.forward_mode
-    new_tokens = [1] * len(rids) if mode.is_decode() else [int(n) for n in batch.extend_seq_lens.tolist()]
+    verified = verified_tokens(batch)
+    if mode.is_decode() or verified:
+        new_tokens = [verified or 1] * len(rids)
+    else:
+        new_tokens = [int(n) for n in batch.extend_seq_lens.tolist()]
     # A batch that mixes prompts with generated tokens does not say which is which.
-    prefilling = None if mode.is_mixed() else not mode.is_decode()
+    prefilling = None if mode.is_mixed() else not (mode.is_decode() or verified)
     places = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
-    slots = [req_to_token[place, :length].to(torch.int64) for place, length in places]
+    # Lengths are without the tokens that are verified.
+    slots = [req_to_token[place, : length + verified].to(torch.int64) for place, length in places]
     return [
-        RequestPass(rid, mine, new, prefilling, reads_stored)
+        RequestPass(rid, mine, new, prefilling, reads_stored, drafts=max(verified - 1, 0))
         for rid, mine, new in zip(rids, slots, new_tokens, strict=True)
     ]
+
+
+def verified_tokens(batch: Any) -> int:
+    """How many tokens of each request a pass verifies: the newest, and a chain of drafts behind it; 0 in other passes.
+
+    UnsupportedError for a tree of drafts.
+    """
+    if not batch.forward_mode.is_target_verify():
+        return 0
+    chosen = batch.spec_info
+    if chosen.topk != 1:
+        raise UnsupportedError(
+            f"a pass verifies a tree of drafts ({type(chosen).__name__} with topk {chosen.topk}), whose rows see their "
+            "ancestors only; use --speculative-eagle-topk 1"
+        )
+    return int(chosen.draft_token_num)

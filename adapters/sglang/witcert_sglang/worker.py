@@ -13,7 +13,7 @@ from witcert_sglang import windows
 from witcert_sglang.geometry import attention_ranks, read_geometry, rotary_modules
 from witcert_sglang.memory import packed_bytes_per_token, side_bytes_per_token
 from witcert_sglang.pool import backend_scales
-from witcert_sglang.refusals.server import BACKENDS
+from witcert_sglang.refusals.server import BACKENDS, without_law
 from witcert_sglang.refusals.worker import FLASHINFER_ROWS, FlashInfer, check_layers, check_pool
 from witcert_sglang.results import report, send_along, streamer_class
 from witcert_sglang.runtime import SglangRuntime
@@ -66,6 +66,7 @@ class SchedulerProcess:
                 runner.req_to_token_pool,
                 others,
                 runner.model_config.num_hidden_layers,
+                without_law(runner.server_args),
             )
         if self.policy.quantizer.storage != "packed":  # which our own kernels attend
             pool = runner.token_to_kv_pool
@@ -77,14 +78,19 @@ class SchedulerProcess:
         return self.runtime
 
     def after_cell_size(self, result: int, configurator: Any, kvc: Any, num_layers: int) -> int:
-        """Count the witnesses and pass ids as bytes of a token, so that they are taken off the capacity."""
+        """Count the witnesses and pass ids as bytes of a token, so that they are taken off the capacity.
+
+        Layers that only make drafts have none.
+        """
+        if kvc.is_draft_worker:
+            return result
         if self.policy.quantizer.storage == "packed":
             return packed_bytes_per_token(self.quantizer, kvc, num_layers)
         return result + side_bytes_per_token(self.policy, kvc, num_layers)
 
     def after_window_sizes(self, _result: None, configurator: Any, kvc: Any) -> None:
         """The same for the two pools of layers with and without a window, whose bytes are of one layer each."""
-        beside = side_bytes_per_token(self.policy, kvc, 1)
+        beside = 0 if kvc.is_draft_worker else side_bytes_per_token(self.policy, kvc, 1)
         configurator._full_per_token += beside
         configurator._swa_per_token += beside
         configurator._recompute_cell_size()
@@ -92,7 +98,7 @@ class SchedulerProcess:
     def around_forward(
         self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if self.runtime is None:
+        if self.runtime is None or runner.is_draft_worker:
             return original(runner, forward_batch, *args, **kwargs)
         return self.runtime.around_forward(original, runner, forward_batch, *args, **kwargs)
 

@@ -157,7 +157,7 @@ class MeteredBuilder(AttentionMetadataBuilder):
             self._set_isa_to_layers(self.layer_names)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        process.metadata_built(self.layer_names[0], common_attn_metadata)
+        process.metadata_built(self.layer_names, common_attn_metadata)
         return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
 
 
@@ -188,7 +188,7 @@ class MeteredImpl(AttentionImpl):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Outside a pass vLLM's own; in one the write waits for `forward`, where what is written is decided."""
-        if not process.in_pass() and not self.own_pages:
+        if not process.meters(layer.layer_name) and not self.own_pages:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def forward(
@@ -204,7 +204,7 @@ class MeteredImpl(AttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         attend = super().forward
-        if attn_metadata is None or not process.in_pass():
+        if attn_metadata is None or not process.meters(layer.layer_name):
             if self.own_pages:
                 return output.zero_()
             own: Tensor = attend(

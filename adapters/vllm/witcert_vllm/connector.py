@@ -6,7 +6,7 @@ commits and gives a finished request its summary (`kv_transfer_params["witcert"]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class WitCertConnector(KVConnectorBase_V1, SupportsHMA):
         self.finished: list[dict[str, Any]] = []
         self.beside_another = bool(self._kv_transfer_config.get_from_extra_config("beside", False))
         self._computed: dict[str, int] = {}  # request -> tokens found in vLLM's own prefix cache
-        self._groups = attention_groups(kv_cache_config)
+        self._groups = attention_groups(kv_cache_config, vllm_config)
         self._unknown: dict[tuple[int, str], list[int]] = {}
         if role is KVConnectorRole.SCHEDULER:
             self.recorder = Recorder() if self.policy.report.prometheus else None
@@ -121,12 +121,14 @@ class WitCertConnector(KVConnectorBase_V1, SupportsHMA):
         unknown, self._unknown = self._unknown, {}
         return PassMetadata(unknown)
 
-    def commit(self, step: StepCells, committed: Iterable[int]) -> dict[str, str]:
-        """Count the rows of the committed requests, by index in the batch.
+    def commit(
+        self, step: StepCells, committed: Iterable[int], right: Mapping[int, int] | None = None
+    ) -> dict[str, str]:
+        """Count the rows of the committed requests, by index in the batch. right: how many drafts of each were.
 
         Returns, by request id, why a repairing gate gave up, where that must end the request.
         """
-        gave_up = step.count(self.ledger, set(committed))
+        gave_up = step.count(self.ledger, set(committed), right)
         if self.policy.gate.on_exhausted != "abort":
             return {}
         return {step.request_ids[index]: why for index, why in gave_up.items()}

@@ -79,6 +79,17 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Signature(
         f"{_V1}.core.sched.scheduler.Scheduler.update_from_output", ("self", "scheduler_output", "model_runner_output")
     ),
+    Signature(
+        f"{_V1}.core.sched.scheduler.Scheduler._update_request_with_output",
+        ("self", "request", "new_token_ids", "is_stale"),
+    ),
+    Members(f"{_V1}.core.sched.output.SchedulerOutput", ("scheduled_spec_decode_tokens",)),
+    Members(f"{_V1}.worker.gpu.input_batch.InputBatch", ("req_ids", "num_draft_tokens_per_req")),
+    Members(
+        "vllm.config.speculative.SpeculativeConfig",
+        ("method", "rejection_sample_method", "enable_adaptive_verification"),
+    ),
+    Signature("vllm.config.model.ModelConfig.get_total_num_hidden_layers", ("self",)),
     Signature(f"{_V1}.core.sched.scheduler.Scheduler.finish_requests", ("self", "request_ids", "finished_status")),
     Signature(f"{_V1}.worker.gpu_worker.Worker.initialize_from_config", ("self", "kv_cache_config")),
     Signature(f"{_V1}.worker.gpu_worker.Worker.determine_available_memory", ("self",)),

@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformType
 from witcert_core import RotarySpec
 from witcert_core.serving import Geometry, Ranks
 from witcert_vllm.backend import described
+from witcert_vllm.drafts import own_layers
 from witcert_vllm.refusals.worker import is_latent
 
 
@@ -54,16 +55,18 @@ class AttentionGroup:
     window: int | None
 
 
-def attention_groups(kv_cache_config: Any) -> dict[int, AttentionGroup]:
-    """Those of vLLM's `KVCacheConfig`, by its own numbers; others hold recurrent states."""
+def attention_groups(kv_cache_config: Any, vllm_config: Any) -> dict[int, AttentionGroup]:
+    """Those of vLLM's `KVCacheConfig`, by its own numbers, with the layers of the served model; others hold recurrent
+    states, or belong to layers that only make drafts."""
     found = {}
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        names = own_layers(group.layer_names, vllm_config)
         spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
-            spec = next(iter(spec.kv_cache_specs.values()))
-        if not isinstance(spec, MambaSpec):
+        if isinstance(spec, UniformTypeKVCacheSpecs) and names:
+            spec = spec.kv_cache_specs[names[0]]
+        if names and not isinstance(spec, MambaSpec):
             window = spec.sliding_window - 1 if isinstance(spec, SlidingWindowSpec) else None
-            found[number] = AttentionGroup(group.layer_names, spec.block_size, window)
+            found[number] = AttentionGroup(names, spec.block_size, window)
     return found
 
 

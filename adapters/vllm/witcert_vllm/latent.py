@@ -36,7 +36,7 @@ class MeteredLatentBuilder(AttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
-        process.metadata_built(self.layer_names[0], common_attn_metadata, metadata.num_decodes)
+        process.metadata_built(self.layer_names, common_attn_metadata, metadata.num_decodes)
         return metadata
 
 
@@ -57,7 +57,8 @@ class Written:
 
 
 class MeteredLatentImpl(MLAAttentionImpl):
-    """What is added to an implementation. layer_id: global id of its layer, given when the runtime is built. own_pages:
+    """What is added to an implementation. layer_id: global id of its layer, given when the runtime is built; layers
+    that only make drafts get none, and are left alone. own_pages:
     the cache is packed, so the stock implementation can neither read nor write it, and attends to nothing in it.
 
     Whatever a pass writes is written exactly at first: prompts whose prefix is computed in the same pass read it so.
@@ -65,7 +66,7 @@ class MeteredLatentImpl(MLAAttentionImpl):
 
     witcert_metered = True
     own_pages: bool
-    layer_id: int
+    layer_id: int = -1
     num_heads: int
     written: Written | None = None
 
@@ -80,7 +81,7 @@ class MeteredLatentImpl(MLAAttentionImpl):
     ) -> None:
         if not self.own_pages:
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
-        if process.in_pass():
+        if self._metered():
             self.written = Written(kv_c_normed, k_pe, kv_cache, kv_cache_dtype, k_scale)
 
     def forward_mha(
@@ -99,7 +100,7 @@ class MeteredLatentImpl(MLAAttentionImpl):
                 "reads; set quantizer.storage to 'simulated'"
             )
         super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, **outputs)
-        if process.in_pass() and not attn_metadata.num_decode_tokens:  # else `forward_mqa` comes after this
+        if self._metered() and not attn_metadata.num_decode_tokens:  # else `forward_mqa` comes after this
             runtime, written = process.runtime(), self._taken()
             nobody = q.new_zeros(1, self.num_heads, runtime.geometry.head_dim)
 
@@ -113,7 +114,7 @@ class MeteredLatentImpl(MLAAttentionImpl):
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
         attend = super().forward_mqa
-        if not process.in_pass():
+        if not self._metered():
             if self.own_pages:
                 rotated = q[1] if isinstance(q, tuple) else q
                 return rotated.new_zeros(*rotated.shape[:2], layer.kv_lora_rank), None
@@ -132,6 +133,9 @@ class MeteredLatentImpl(MLAAttentionImpl):
         queries = torch.cat(q, -1) if isinstance(q, tuple) else q
         out = process.runtime().attend_latent(self, self.layer_id, queries, written.rows, run)
         return out.view(*queries.shape[:2], -1), lse
+
+    def _metered(self) -> bool:
+        return self.layer_id >= 0 and process.in_pass()
 
     def _taken(self) -> Written:
         """What was written of this layer in this pass."""

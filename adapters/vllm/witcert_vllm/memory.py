@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from witcert_core import Policy
 from witcert_core.serving import QuantizeSchedule, capacity
+from witcert_vllm.drafts import own_layers
 from witcert_vllm.geometry import rotary_spec
 
 
@@ -20,6 +21,7 @@ def bytes_per_block(policy: Policy, vllm_config: Any, specs: Mapping[str, Any]) 
     The cache groups share the blocks; beside them every layer has a place for each.
     """
     groups = get_kv_cache_groups(vllm_config, deepcopy(dict(specs)))  # which changes them
+    own = set(own_layers(specs, vllm_config))
     cache, beside = [], 0
     for group in groups:
         of_group = [
@@ -27,7 +29,8 @@ def bytes_per_block(policy: Policy, vllm_config: Any, specs: Mapping[str, Any]) 
             for name in group.layer_names
         ]
         cache.append(sum(spec.page_size_bytes for spec in of_group))
-        attending = [spec for spec in of_group if not isinstance(spec, MambaSpec)]
+        named = zip(group.layer_names, of_group, strict=True)
+        attending = [spec for name, spec in named if name in own and not isinstance(spec, MambaSpec)]
         if attending:
             beside += attending[0].block_size * side_bytes_per_token(policy, vllm_config, attending)
     return max(cache), beside

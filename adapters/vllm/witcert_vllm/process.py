@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from witcert_vllm.runtime import VllmRuntime
 
 _runtime: VllmRuntime | None = None
-_announced: list[str] | None = None
+_announced: tuple[list[str], list[int]] | None = None
 _built: dict[int, Any] = {}
 """Metadata of the announced pass by cache group."""
 
@@ -42,26 +42,33 @@ def in_pass() -> bool:
     return _runtime is not None and _runtime.in_pass
 
 
-def announce(request_ids: Sequence[str]) -> None:
-    """The requests of the pass that is about to run, in the order of the batch."""
+def meters(layer_name: str) -> bool:
+    """Whether a pass is running of which this layer is metered: not while drafts are made, nor of layers for that."""
+    return _runtime is not None and _runtime.in_pass and layer_name in _runtime.layer_ids
+
+
+def announce(request_ids: Sequence[str], drafts: Sequence[int]) -> None:
+    """The requests of the pass that is about to run, in the order of the batch, and how many drafts of each it
+    verifies."""
     global _announced
-    _announced = list(request_ids)
+    _announced = list(request_ids), list(drafts)
     _built.clear()
 
 
-def metadata_built(layer_name: str, metadata: Any, absorbed: int | None = None) -> None:
-    """The pass's shapes and slots are known (`CommonAttentionMetadata`) for the layers of one cache group.
+def metadata_built(layer_names: Sequence[str], metadata: Any, absorbed: int | None = None) -> None:
+    """The pass's shapes and slots are known (`CommonAttentionMetadata`) for these layers, all of one cache group.
 
-    absorbed: see `VllmRuntime.begin_pass`.
+    Layers that only make drafts may be among them. absorbed: see `VllmRuntime.begin_pass`.
     """
     global _announced
     if _announced is None:
         return
     live = runtime()
-    _built.setdefault(live.group_of_name(layer_name), metadata)
+    for group in {live.group_of_name(name) for name in layer_names if name in live.layer_ids}:
+        _built.setdefault(group, metadata)
     if len(_built) == len(live.groups):
-        ids, _announced = _announced, None
-        live.begin_pass(ids, [_built[number] for number in range(len(live.groups))], absorbed)
+        (ids, drafts), _announced = _announced, None
+        live.begin_pass(ids, [_built[number] for number in range(len(live.groups))], drafts, absorbed)
 
 
 def end_pass() -> StepCells | None:

@@ -34,9 +34,12 @@ class VllmRuntime(Runtime):
         """The slots [N] of the pass's new tokens in a layer."""
         return self.written[self.group_of[layer]]
 
-    def begin_pass(self, request_ids: Sequence[str], groups: Sequence[Any], absorbed: int | None = None) -> None:
+    def begin_pass(
+        self, request_ids: Sequence[str], groups: Sequence[Any], drafts: Sequence[int], absorbed: int | None = None
+    ) -> None:
         """A pass over `request_ids`, described by vLLM's `CommonAttentionMetadata` of each cache group.
 
+        drafts: how many of each request's last new tokens are drafts.
         absorbed: of a latent cache, how many of the first requests attend to latents; the others' are multiplied out
         to keys and values of heads. None of a cache of keys and values.
         """
@@ -68,8 +71,10 @@ class VllmRuntime(Runtime):
         prefilling: Sequence[bool | None] = [None] * len(new)
         if metadata.is_prefilling is not None:
             prefilling = metadata.is_prefilling[: len(new)].tolist()
-        stored = self._reads_stored(prefilling, new)
+        stored = self._reads_stored(prefilling, new, drafts)
         followed = len(new) if absorbed is None else absorbed
+        # Of drafts too latents may be multiplied out: those of the pass are exact then.
+        stored[followed:] = [reads and not count for reads, count in zip(stored, drafts, strict=True)][followed:]
         if any(stored[followed:]):
             raise UnsupportedError("generated tokens read latents that were multiplied out, which is not followed")
         requests = [
@@ -80,19 +85,23 @@ class VllmRuntime(Runtime):
                 prefilling[i],
                 stored[i],
                 not_followed="" if i < followed else DECOMPRESSED,
+                drafts=drafts[i],
             )
             for i, rid in enumerate(request_ids)
         ]
         others = [GroupSlots(*of) for of in zip(tables[1:], self.written[1:], strict=True)]
         self.begin(requests, self.written[0], others)
 
-    def _reads_stored(self, prefilling: Sequence[bool | None], new_tokens: Sequence[int]) -> list[bool]:
+    def _reads_stored(
+        self, prefilling: Sequence[bool | None], new_tokens: Sequence[int], drafts: Sequence[int]
+    ) -> list[bool]:
         """Whose new tokens read their quantized selves. A chunk's last is no decode row."""
         if self.policy.prefill_reads == "stored":
             return [True] * len(new_tokens)
         if None in prefilling:
             raise UnsupportedError("vLLM does not say which requests are prefilling, so chunks cannot be told apart")
-        return [not chunk and count == 1 for chunk, count in zip(prefilling, new_tokens, strict=True)]
+        counts = zip(prefilling, new_tokens, drafts, strict=True)
+        return [not chunk and count == 1 + guessed for chunk, count, guessed in counts]
 
     def forget_blocks(self, blocks: Sequence[int], size: int, layer_name: str) -> None:
         """Nothing is known any more of what these blocks of `size` tokens of a layer's cache group hold: something else

@@ -19,7 +19,13 @@ from witcert_vllm.connector import StepMetadata, WitCertConnector
 
 
 class MeteredSchedule(SchedulerInterface):
-    """What is added to vLLM's schedulers."""
+    """What is added to vLLM's schedulers.
+
+    witcert_verified: a pass whose drafts are being judged, and the requests that it verified some of, by their place
+    in its batch.
+    """
+
+    witcert_verified: tuple[StepCells, dict[str, int]] | None = None
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         connector = own(self.connector)
@@ -31,14 +37,28 @@ class MeteredSchedule(SchedulerInterface):
                 for rid in (step.request_ids[i] for i in committed):
                     if self.requests[rid].resumable:  # a client goes on with its prompt after it has seen an answer
                         connector.ledger.claim_no_law(rid, AFTER_ITS_ANSWER)
-            gave_up = connector.commit(step, committed)
+            # How many drafts were right, and are served, is known when each request's tokens are taken.
+            self.witcert_verified = step, {step.request_ids[i]: i for i in committed if i in step.drafts}
+            gave_up = connector.commit(step, [i for i in committed if i not in step.drafts])
             if gave_up:
                 aborted = self.finish_requests(gave_up.keys(), RequestStatus.FINISHED_ABORTED)
                 last_words = [(request.client_index, last_word(request, connector)) for request in aborted]
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        self.witcert_verified = None
         for client, output in last_words:
             outputs.setdefault(client, EngineCoreOutputs(outputs=[])).outputs.append(output)
         return outputs
+
+    def _update_request_with_output(
+        self, request: Any, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        kept: list[int]
+        kept, stopped = super()._update_request_with_output(request, new_token_ids, is_stale=is_stale)
+        step, places = self.witcert_verified or (None, {})
+        index = places.get(request.request_id)
+        if step is not None and index is not None:  # before a request that has ended is let go of
+            own(self.connector).commit(step, [index], {index: len(kept) - 1})
+        return kept, stopped
 
 
 def is_committed(request: Any) -> bool:

@@ -19,6 +19,7 @@ from witcert_core.errors import UnsupportedError, WitCertError
 from witcert_core.serving import Buffers, banner_text, in_one_line, refuse, rotary_tables
 from witcert_vllm import process
 from witcert_vllm.backend import described, is_stock, take_over
+from witcert_vllm.drafts import check_own_layers, own_layers, without_law
 from witcert_vllm.geometry import (
     AttentionGroup,
     attention_groups,
@@ -84,14 +85,14 @@ class MeteredWorker(WorkerBase):
         """vLLM's figure less the share that witnesses and pass ids will take."""
         available: int = super().determine_available_memory()
         specs = self.model_runner.get_kv_cache_spec()
-        check_specs(specs)
+        check_specs({name: specs[name] for name in own_layers(specs, self.vllm_config)})
         block, beside = bytes_per_block(current(), self.vllm_config, specs)
         return int(available * block / (block + beside))
 
     @names_refusals
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
-        groups = attention_groups(kv_cache_config).values()
+        groups = attention_groups(kv_cache_config, self.vllm_config).values()
         runtime = build_runtime(current(), self.vllm_config, self.model_runner.model, groups)
         process.set_runtime(runtime)
         if runtime.ranks.reports:
@@ -115,9 +116,19 @@ def name_requests(runner: Any) -> None:
     """Let a model runner announce the requests of every real pass, in batch order, before it builds the metadata."""
     refuse([RUNNER], runner)
     if hasattr(runner, "_prepare_inputs"):  # model runner V1
-        wrap_method(runner, "_prepare_inputs", lambda _out, *_args, **_kw: process.announce(runner.input_batch.req_ids))
+
+        def announce(_out: Any, scheduled: Any, *_args: Any, **_kw: Any) -> None:
+            ids, drafts = runner.input_batch.req_ids, scheduled.scheduled_spec_decode_tokens
+            process.announce(ids, [len(drafts.get(request_id, ())) for request_id in ids])
+
+        wrap_method(runner, "_prepare_inputs", announce)
     else:  # model runner V2
-        wrap_method(runner, "prepare_attn", lambda _out, batch: process.announce(batch.req_ids))
+
+        def announce_batch(_out: Any, batch: Any) -> None:
+            drafts = batch.num_draft_tokens_per_req
+            process.announce(batch.req_ids, [0] * len(batch.req_ids) if drafts is None else drafts.tolist())
+
+        wrap_method(runner, "prepare_attn", announce_batch)
 
 
 def wrap_method(owner: Any, name: str, after: Callable[..., None]) -> None:
@@ -136,6 +147,8 @@ def wrap_method(owner: Any, name: str, after: Callable[..., None]) -> None:
 def build_runtime(policy: Policy, vllm_config: Any, model: Any, groups: Iterable[AttentionGroup]) -> VllmRuntime:
     """The meter over the cache that was just allocated; raises UnsupportedError for layers it does not follow."""
     layers = attention_layers(vllm_config)
+    if vllm_config.speculative_config is not None:
+        check_own_layers(layers, model)
     latent = is_latent(next(iter(layers.values())))
     ids = layer_ids(list(layers))
     ranks = tensor_ranks()
@@ -173,6 +186,7 @@ def build_runtime(policy: Policy, vllm_config: Any, model: Any, groups: Iterable
         others=others,
         num_hidden_layers=num_hidden_layers(vllm_config),
         keeps_ledger=False,
+        without_law=without_law(vllm_config),
     )
     runtime.layer_ids = ids
     runtime.block_sizes = [block_size(next(iter(of.values()))) for of, _ in grouped]

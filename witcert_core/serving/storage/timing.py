@@ -93,7 +93,7 @@ class Later:
 
     def begin_pass(self, now: Pass) -> None:
         self.pending.written(now.slots)
-        due = self.pending.ready(now.plan.requests)
+        due = self.pending.ready(now.plan.certain)  # a group that holds a draft might be written again in part
         before = torch.tensor(now.plan.attends_quantized, dtype=torch.bool).to(due.requests.device)
         self._due = _Due(due.of(before), due.of(~before))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from witcert_core import Policy
-from witcert_core.serving import UNSET, Option, Refusal, interpreting, refuse, split_groups
+from witcert_core.serving import ADAPTIVE_DRAFTS, UNSET, Option, Refusal, interpreting, refuse, split_groups
 
 BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 CPU_BACKENDS = BACKENDS[:2]
@@ -26,7 +26,6 @@ OPTIONS = (
     Option("attn_cp_size", 1, "context parallelism", _OTHER_PROCESSES),
     Option("nnodes", 1, "several nodes", "the start-up checks know the processes of one"),
     Option("tokenizer_worker_num", 1, "tokenizer processes", "each would know a part of the requests only"),
-    Option("speculative_algorithm", None, "speculative decoding", _NOT_PLANNED),
     Option("enable_two_batch_overlap", False, "two-batch overlap", _NOT_PLANNED),
     Option("dllm_algorithm", None, "diffusion language models", "rows are not causal"),
     Option("enable_hierarchical_cache", False, "HiCache", _MOVES),
@@ -114,8 +113,62 @@ def _splits_groups(server: Server) -> str | bool:
     return shares and split_groups(server.policy.resolved_quantizer, server.args.page_size or 1)
 
 
+CHAINS = ("EAGLE", "EAGLE3", "STANDALONE")
+"""Algorithms of speculative decoding whose drafts are a chain where each has one successor."""
+
+
+def without_law(args: Any) -> str:
+    """Why the drafts of a server leave no request the probabilistic tier; '' where they leave it.
+
+    Those of a model with an exact cache of its own follow from the text so far, and are right exactly where the text
+    says so. EAGLE's and MTP's follow from hidden states over what the cache gave back, dither and all.
+    """
+    return "" if args.speculative_algorithm in (None, "STANDALONE") else ADAPTIVE_DRAFTS
+
+
+def _drafts(server: Server, odd: bool) -> str | bool:
+    algorithm = server.args.speculative_algorithm
+    return algorithm is not None and odd and f"--speculative-algorithm {algorithm}"
+
+
+DRAFT_ROWS: tuple[Refusal[Server], ...] = (
+    Refusal(
+        f"`--speculative-algorithm` other than {', '.join(CHAINS)}",
+        "its rows see trees of drafts, or caches of its own, which is not followed",
+        "use one of these, or leave it out",
+        lambda server: _drafts(server, server.args.speculative_algorithm not in CHAINS),
+    ),
+    Refusal(
+        "`--speculative-eagle-topk` above 1 (trees of drafts)",
+        "a row sees its ancestors among the drafts only, which is not followed",
+        "use `--speculative-eagle-topk 1`",
+        lambda server: (
+            _drafts(server, server.args.speculative_eagle_topk not in (None, 1))
+            and f"--speculative-eagle-topk {server.args.speculative_eagle_topk}"
+        ),
+    ),
+    Refusal(
+        "speculative decoding with `quantizer.storage: packed`",
+        "the pool of the draft model would hold codes as well",
+        "set `quantizer.storage` to 'simulated', or leave `--speculative-algorithm` out",
+        lambda server: _drafts(server, server.packed),
+    ),
+    Refusal(
+        "speculative decoding with `quantizer.name: engine`",
+        "which drafts of a pass its kernels read as stored is not known",
+        "name the cast in the policy (`quantizer.name: fp8_e4m3_cast`) and use `--kv-cache-dtype auto`",
+        lambda server: _drafts(server, server.policy.meters_engine),
+    ),
+    Refusal(
+        "speculative decoding with `gate.on_exhausted: abort`",
+        "it would end requests for rows of drafts that are not served",
+        "use `gate.on_exhausted: serve`",
+        lambda server: _drafts(server, server.policy.repairs and server.policy.gate.on_exhausted == "abort"),
+    ),
+)
 SERVER_ROWS: tuple[Refusal[Server], ...] = (
     *(option.row(_options) for option in OPTIONS),
+    *DRAFT_ROWS,
     Refusal(
         "`SGLANG_RUST_SERVER`",
         "clients are served past the Python server, which puts summaries on answers and keeps them",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +22,12 @@ SHARING_FLAGS = "--block-size {} or --no-enable-prefix-caching"
 
 _NOT_PLANNED = "its rows are not planned"
 _OTHER_PROCESSES = "layers, tokens or requests of other processes would be missing from the report"
-_SPECULATIVE = "speculative decoding", _NOT_PLANNED
 OPTIONS = (
     Option("pipeline_parallel_size", 1, "pipeline parallelism", _OTHER_PROCESSES),
     Option("data_parallel_size", 1, "data parallelism", _OTHER_PROCESSES),
     Option("decode_context_parallel_size", 1, "decode context parallelism", _OTHER_PROCESSES),
     Option("prefill_context_parallel_size", 1, "prefill context parallelism", _OTHER_PROCESSES),
     Option("_api_process_count", 1, "several API servers", _OTHER_PROCESSES, flag="--api-server-count"),
-    Option("speculative_config", None, *_SPECULATIVE),
-    Option("spec_method", None, *_SPECULATIVE),
-    Option("spec_model", None, *_SPECULATIVE),
-    Option("spec_tokens", None, *_SPECULATIVE),
     Option("enable_dbo", False, "dual-batch overlap", _NOT_PLANNED),
     Option("kv_sharing_fast_prefill", False, "fast prefill over shared KV", _NOT_PLANNED),
     Option("kv_offloading_size", None, "KV offloading", "it moves keys without their witnesses"),
@@ -128,23 +123,12 @@ class Resolved:
         return self.cache_dtype in ("auto", self.model_dtype)
 
 
-def _speculates(config: Any) -> str | bool:
-    found = config.speculative_config
-    return found is not None and f"speculative_config became {found.method!r} without an option for it"
-
-
 def _replicated(config: Any) -> str | bool:
     size = config.parallel_config.data_parallel_size
     return size != 1 and f"data_parallel_size became {size} without an option for it"
 
 
 RESOLVED_ROWS: tuple[Refusal[Any], ...] = (
-    Refusal(
-        "speculative decoding that a model's files ask for",
-        "speculative decoding: its rows are not planned",
-        "serve it without that",
-        _speculates,
-    ),
     Refusal(
         "data parallelism that the environment asks for (`VLLM_DP_SIZE`)",
         "data parallelism: requests of other replicas would be missing from the report",
@@ -165,7 +149,47 @@ def _unseen_writes(found: Resolved) -> str | bool:
     return _LATENT_WRITE not in (compilation.splitting_ops or ()) and f"graphs that hold {_LATENT_WRITE}"
 
 
+def _drafts(found: Resolved, odd: Callable[[Any], bool]) -> str | bool:
+    """Speculative decoding of which `odd` says something of vLLM's `SpeculativeConfig`."""
+    drafts = found.config.speculative_config
+    return drafts is not None and odd(drafts) and f"speculative decoding by {drafts.method!r}"
+
+
+DRAFT_ROWS: tuple[Refusal[Resolved], ...] = (
+    Refusal(
+        "`extract_hidden_states` as a method of speculative decoding",
+        "its layers keep no keys and values",
+        "leave it out of `--speculative-config`",
+        lambda found: _drafts(found, lambda drafts: drafts.method == "extract_hidden_states"),
+    ),
+    Refusal(
+        "`enable_adaptive_verification` in `--speculative-config`",
+        "how many drafts of a request a pass verifies is known on the device alone",
+        "leave it out",
+        lambda found: _drafts(found, lambda drafts: drafts.enable_adaptive_verification),
+    ),
+    Refusal(
+        "drafts of a model, or of layers of their own, with `quantizer.storage: packed`",
+        "their caches would be pages of codes, which vLLM's own attention cannot read",
+        "use the method `ngram`, or set `quantizer.storage` to 'simulated'",
+        lambda found: (
+            found.policy.quantizer.storage == "packed"
+            and _drafts(found, lambda drafts: drafts.method not in ("ngram", "ngram_gpu", "suffix", "medusa"))
+        ),
+    ),
+    Refusal(
+        "`gate.on_exhausted: abort` with speculative decoding",
+        "it would end requests for rows of drafts that are not served",
+        "use `gate.on_exhausted: serve`",
+        lambda found: (
+            found.policy.repairs
+            and found.policy.gate.on_exhausted == "abort"
+            and _drafts(found, lambda _drafts_too: True)
+        ),
+    ),
+)
 CONFIG_ROWS: tuple[Refusal[Resolved], ...] = (
+    *DRAFT_ROWS,
     Refusal(
         "`quantizer.storage: packed` with another `--kv-cache-dtype` than auto",
         "pages hold the codes of the policy's quantizer",
@@ -330,7 +354,7 @@ ENGINE_ROWS: tuple[Refusal[Resolved], ...] = (
 
 
 def check_resolved(config: Any) -> None:
-    """Raise UnsupportedError for what no option asked for: models name speculators, VLLM_DP_SIZE makes replicas."""
+    """Raise UnsupportedError for what no option asked for: VLLM_DP_SIZE makes replicas."""
     refuse(RESOLVED_ROWS, config, UNSET)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from witcert_core.serving import Refusal, refuse
+from witcert_vllm.drafts import own_layers
 from witcert_vllm.refusals.server import BACKENDS
 
 RUNNER: Refusal[Any] = Refusal(
@@ -187,7 +188,7 @@ def check_specs(specs: Mapping[str, Any]) -> None:
 def attention_layers(vllm_config: Any) -> dict[str, Any]:
     """vLLM's attention layers by name, in order; UnsupportedError for one that does more than causal softmax.
 
-    Layers that keep a recurrent state are none.
+    Layers that keep a recurrent state are none, and those that only make drafts are not the served model's.
     """
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -198,6 +199,7 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
         for name, layer in every.items()
         if isinstance(layer, AttentionLayerBase) and not isinstance(layer, MambaBase)
     }
+    layers = {name: layers[name] for name in own_layers(layers, vllm_config)}
     for name, layer in layers.items():
         refuse([PLAIN_ATTENTION, *LAYER_ROWS], Named(name, layer))
     shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()}
