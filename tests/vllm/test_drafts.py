@@ -5,6 +5,7 @@ Every metered row is audited, its weights and its output; what drafts made of is
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 from conftest import prompts
-from engine import Answer, Cells, running_engine
+from engine import Answer, Cells, running_engine, write_policy
+from servers import running_server
 
 from tests.zoo.drafters import make_eagle, make_mtp
 from tests.zoo.families import make_checkpoint
@@ -144,3 +146,18 @@ def test_a_gate_acts_on_rows_of_drafts_and_tells_of_served_ones(twin: Path, tmp_
         assert gate["within_target"] + gate["above_target"] + gate["ranked"] + gate["exact"] == (
             summary["cells_measured"] + summary["cells_exact"]
         )
+
+
+def test_a_server_tells_clients(checkpoint: Path, tmp_path: Path) -> None:
+    policy = write_policy(tmp_path / "policy.yaml", quantizer={"name": "int4_token_group"}, meter=AUDITED)
+    options = ["--served-model-name", "m", "--speculative-config", json.dumps(NGRAM)]
+    body = {"model": "m", "prompt": prompts(seed=83)[0], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    with (
+        running_server(checkpoint, policy=policy, log=tmp_path / "log", options=options) as server,
+        server.client() as client,
+    ):
+        answer = client.post("/v1/completions", json=body).raise_for_status().json()
+    (summary,) = answer["kv_transfer_params"]["witcert"]
+    assert (summary["rows_metered"], answer["usage"]["completion_tokens"]) == (23, 24)
+    assert summary["rows_rejected"] > 0
+    assert summary["audit"]["violations"] == summary["audit"]["mismatches"] == 0 < summary["audit"]["cells"]

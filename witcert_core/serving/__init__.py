@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from witcert_core.serving.doctor import Finding as Finding
     from witcert_core.serving.doctor import checked as checked
     from witcert_core.serving.doctor import coverage as coverage
+    from witcert_core.serving.doctor import drafts as drafts
     from witcert_core.serving.doctor import kernels as kernels
     from witcert_core.serving.doctor import model_findings as model_findings
     from witcert_core.serving.doctor import private_names as private_names
@@ -113,6 +114,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "Finding",
         "checked",
         "coverage",
+        "drafts",
         "kernels",
         "model_findings",
         "private_names",

@@ -114,6 +114,12 @@ def sharing(policy: Policy, flags: str) -> Iterator[Finding]:
         yield Finding("note", "flags", f"it takes {unit} tokens together: start the server with {flags.format(unit)}")
 
 
+def drafts(policy: Policy, metered: str, from_text: str) -> Finding:
+    """What of speculative decoding would be metered. from_text: whose drafts leave the probabilistic tier standing."""
+    law = f"; all but {from_text} leave the deterministic tier alone" if policy.tier == "probabilistic" else ""
+    return Finding("note", "drafts", f"rows of verified drafts are metered ({metered}){law}")
+
+
 def private_names(adapter: Adapter, lost: Sequence[str], count: int) -> Iterator[Finding]:
     """lost: lines of `contract.broken` over `count` names."""
     yield from (Finding("refused", "contract", line) for line in lost)

@@ -21,6 +21,7 @@ from witcert_core.serving import (
     broken,
     checked,
     coverage,
+    drafts,
     kernels,
     model_findings,
     private_names,
@@ -35,7 +36,7 @@ from witcert_core.serving import (
 )
 from witcert_sglang.adapter import ADAPTER
 from witcert_sglang.refusals.model import DECLARED, ROWS, SglangModel
-from witcert_sglang.refusals.server import SHARING_FLAGS, check_model_path
+from witcert_sglang.refusals.server import CHAINS, SHARING_FLAGS, check_model_path
 
 if TYPE_CHECKING:
     from witcert_sglang.hooks import Hook
@@ -50,7 +51,8 @@ def examine(model: str | None, policy: Policy) -> list[Finding]:
             return [*found, *(() if model is None else model_findings(ADAPTER, model, policy, DECLARED))]
         only = os.environ.get(ADAPTER.chooser)
         found += switched_on(ADAPTER, [name.strip() for name in only.split(",")] if only else None)
-        found += [*sharing(policy, SHARING_FLAGS), *inside(policy)]
+        chains = drafts(policy, f"{', '.join(CHAINS)} with --speculative-eagle-topk 1", "STANDALONE")
+        found += [*sharing(policy, SHARING_FLAGS), chains, *inside(policy)]
         if model is not None:
             found += of_model(model, policy)
     return found

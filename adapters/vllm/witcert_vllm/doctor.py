@@ -14,6 +14,7 @@ from witcert_core.serving import (
     Signature,
     broken,
     coverage,
+    drafts,
     kernels,
     model_findings,
     private_names,
@@ -26,6 +27,7 @@ from witcert_core.serving import (
     versions,
 )
 from witcert_vllm.adapter import ADAPTER
+from witcert_vllm.drafts import FROM_TEXT
 from witcert_vllm.refusals.model import DECLARED, ROWS, VllmModel, untried_device
 from witcert_vllm.refusals.server import SHARING_FLAGS
 
@@ -37,7 +39,8 @@ def examine(model: str | None, policy: Policy) -> list[Finding]:
         return [*found, *(() if model is None else model_findings(ADAPTER, model, policy, DECLARED))]
     only = os.environ.get(ADAPTER.chooser)
     found += switched_on(ADAPTER, None if only is None else only.split(","))
-    found += [*sharing(policy, SHARING_FLAGS), *inside()]
+    chains = drafts(policy, "--speculative-config", " and ".join(FROM_TEXT))
+    found += [*sharing(policy, SHARING_FLAGS), chains, *inside()]
     if model is not None:
         found += of_model(model, policy)
     return found
