@@ -20,12 +20,16 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)) * 0.08
 
 
-def make_eagle(target: Path, directory: Path) -> Path:
-    """A head in EAGLE's form for the Llama in `target`: its last layer, fed with embeddings and hidden states."""
+def make_eagle(target: Path, directory: Path, architecture: str = "LlamaForCausalLM") -> Path:
+    """A head in EAGLE's form for the Llama in `target`: its last layer, fed with embeddings and hidden states.
+
+    architecture: as an engine names such a head.
+    """
     directory.mkdir(parents=True)
     config = json.loads((target / "config.json").read_text())
     last = config["num_hidden_layers"] - 1
-    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    config |= {"num_hidden_layers": 1, "architectures": [architecture]}
+    (directory / "config.json").write_text(json.dumps(config))
     weights = load_file(target / "model.safetensors")
     begin = f"model.layers.{last}."
     made = {f"layers.0.{name.removeprefix(begin)}": w for name, w in weights.items() if name.startswith(begin)}
