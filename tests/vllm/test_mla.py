@@ -15,7 +15,8 @@ from torch import Tensor
 from witcert_vllm import process
 from witcert_vllm.latent import MeteredLatentImpl
 
-from tests.zoo import mla
+from tests.zoo import latent
+from tests.zoo.families import FAMILIES, make_checkpoint
 from witcert_core.meter.measure import bound_cells
 from witcert_core.serving.device.sums import settled
 
@@ -31,7 +32,8 @@ SAMPLING = {"max_tokens": 6, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("mla")
-    return {family: mla.make(family, directory) for family in mla.FAMILIES}
+    names = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+    return {name: make_checkpoint(name, directory / name) for name in names}
 
 
 @dataclass
@@ -79,7 +81,7 @@ def held_to_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
             stored = cache.flatten(0, 1)[slots].double()
             handed = torch.stack([exact[self.layer_id][slot] for slot in slots.tolist()]).double()
             p, p_stored = (torch.softmax(query[token] @ x.T * self.scale, -1) for x in (handed, stored))
-            o, o_stored = p @ handed[:, : mla.LATENT], p_stored @ stored[:, : mla.LATENT]
+            o, o_stored = p @ handed[:, : latent.LATENT], p_stored @ stored[:, : latent.LATENT]
             found.apart = max(found.apart, float((out[token].double() - o_stored).abs().max()))
             found.rewritten = max(found.rewritten, float((stored - handed).abs().max()))
             if cells is not None and token in rows:
@@ -121,11 +123,11 @@ def test_every_cell_holds_in_float64(
     assert held.cells == held.rows * 4
     assert held.tv == held.out == 0 < held.rewritten
     assert held.apart < apart
-    base = (mla.FAMILIES[family]().qk_nope_head_dim + mla.ROPE) ** -0.5
-    yarn = 1.0 if family == "glm4_moe_lite" else (0.1 * torch.tensor(mla.YARN_FACTOR).log().item() + 1) ** 2
+    base = (FAMILIES[family].fields["qk_nope_head_dim"] + latent.ROPE) ** -0.5
+    yarn = 1.0 if family == "glm4_moe_lite" else (0.1 * torch.tensor(latent.YARN_FACTOR).log().item() + 1) ** 2
     (scale,) = held.scales
     assert scale == pytest.approx(base * yarn)
-    assert status["latent_dim"] == mla.LATENT
+    assert status["latent_dim"] == latent.LATENT
     for answer in answers:
         audit = answer.summary["audit"]
         assert audit["violations"] == audit["mismatches"] == 0 < audit["outputs"]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.zoo.families import EXPERTS, save_family, sizes
+from tests.zoo import grouped
+from tests.zoo.family import write
 
 HIDDEN = 128
 
@@ -39,22 +39,11 @@ def make_eagle(target: Path, directory: Path, architecture: str = "LlamaForCausa
     return directory
 
 
-def glm4_moe() -> Any:
-    """zai-org/GLM-4.5: attention everywhere, partial RoPE, experts, a layer beyond the last that predicts one more."""
-    return transformers.Glm4MoeConfig(
-        **sizes(4),
-        **EXPERTS,
-        head_dim=64,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        num_nextn_predict_layers=1,
-    )
-
-
 def make_mtp(directory: Path) -> Path:
-    """A GLM-4.5 with the layer by which it drafts (multi-token prediction)."""
-    save_family(glm4_moe(), directory)
+    """A GLM-4.5 of four layers, with the layer beyond the last by which it drafts (multi-token prediction)."""
+    family = grouped.FAMILIES["glm4_moe"]
+    more = {"num_hidden_layers": 4, "num_nextn_predict_layers": 1, "use_qk_norm": False, "attention_bias": False}
+    write(replace(family, fields={**family.fields, **more}), directory)
     weights = load_file(directory / "model.safetensors")
     layer = "model.layers.4."
     made = {name.replace("model.layers.3.", layer): w.clone() for name, w in weights.items() if ".layers.3." in name}

@@ -37,6 +37,8 @@ _ENCODER_DECODERS = frozenset(
         "led",
     }
 )
+_PREFIX_MODELS = ("hrm_text",)
+"""Model types whose prompts attend both ways, though their engines' layers say that they decode."""
 _DIFFUSERS = ("Diffusion", "LLaDA", "Dream", "SDAR")
 _STATES = ("state_size", "ssm_state_size", "ssm_cfg", "conv_kernel", "time_step_rank", "attention_hidden_size")
 
@@ -177,7 +179,12 @@ def _special(top: Fields, text: Fields) -> set[str]:
             ("cross-attention", text("cross_attention_layers")),
             ("state-space", not heads and (model_type == "xlstm" or any(text(name) for name in _STATES))),
             ("diffusion", top("canvas_length") or any(word in name for word in _DIFFUSERS for name in names)),
-            ("bidirectional", text("is_causal") is False or text("use_bidirectional_attention") in (True, "all")),
+            (
+                "bidirectional",
+                text("is_causal") is False
+                or text("use_bidirectional_attention") in (True, "all")
+                or model_type in _PREFIX_MODELS,
+            ),
             ("alibi", alibi),
         )
         if has

@@ -1,9 +1,9 @@
 """Makes `import torchvision` work beside a CPU build of PyTorch.
 
 The torchvision wheel on PyPI is built against CUDA; beside a CPU torch its extension library cannot be loaded, so the
-operator schemas it registers are missing and torchvision's own module code fails on them. SGLang imports torchvision
-for image models only. This hook declares the two schemas (without kernels: calling them still fails) the first time
-torchvision is looked up.
+operator schemas it registers are missing and torchvision's own module code fails on them. Engines import torchvision
+for models that see, in whose modules the text models of a family may be (Qwen3.5 in vLLM). This hook declares the two
+schemas (without kernels: calling them still fails) the first time torchvision is looked up.
 """
 
 import importlib.abc
