@@ -20,8 +20,8 @@ INTERRUPTED = 130
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate quantizers on a model, offline or in a running server.")
 
-Model = Annotated[str | None, typer.Option(help="Checkpoint directory or hub id; runs on the CPU with transformers.")]
-RequiredModel = Annotated[str, typer.Option(help="Checkpoint directory or hub id; runs on the CPU with transformers.")]
+Model = Annotated[str | None, typer.Option(help="Checkpoint directory or hub id; run with transformers.")]
+RequiredModel = Annotated[str, typer.Option(help="Checkpoint directory or hub id; run with transformers.")]
 Lengths = Annotated[str, typer.Option(help="Comma-separated prompt lengths in tokens.")]
 Quantizers = Annotated[
     str, typer.Option(help="Comma-separated names, parameters after a colon: int4_token_group:group_size=64.")
@@ -32,6 +32,11 @@ Tasks = Annotated[str, typer.Option(help="Comma-separated; empty: all of the sou
 Source = Annotated[str, typer.Option(help="Task source; auto: the first that fits the tokenizer.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the samples and of the bootstrap.")]
 Dtype = Annotated[str, typer.Option(help="Of the model: auto (its own), float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="Of the model's layers: cpu, cuda or cuda:N; default: cpu.")]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(help="Layers on several devices, as transformers spreads them: auto, or a JSON object of modules."),
+]
 PolicyFile = Annotated[Path | None, typer.Option(help="Policy file for everything but the quantizer.")]
 Chat = Annotated[bool, typer.Option(help="Put each question into the model's chat template.")]
 Plot = Annotated[bool, typer.Option(help="Also draw figures (needs matplotlib).")]
@@ -56,6 +61,8 @@ def ruler(
     seed: Seed = 0,
     policy: PolicyFile = None,
     dtype: Dtype = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
     stride: Annotated[
         int | None, typer.Option(min=1, help="Meter every n-th generated token; default: the policy's, without one 1.")
     ] = None,
@@ -77,6 +84,7 @@ def ruler(
     What --out holds is not asked again, so a run that was stopped goes on, and more samples, quantizers or running
     servers can be added later.
     """
+    from witcert_core.evaluate.offline.placement import parse_placement
     from witcert_core.evaluate.ruler_run import RulerRun, evaluate
 
     wanted = RulerRun(
@@ -99,6 +107,7 @@ def ruler(
         engine=engine,
         server_options=split_options(server_options),
         chat=chat,
+        placement=parse_placement(device, device_map),
     )
     try:
         evaluate(wanted, console())
@@ -163,6 +172,8 @@ def coverage(
     source: Source = "auto",
     seed: Seed = 0,
     dtype: Dtype = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
     chat: Chat = False,
     plot: Plot = True,
 ) -> None:
@@ -173,7 +184,7 @@ def coverage(
     specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
     chosen = [parse_probability(text) for text in split(deltas)] or list(DELTAS)
     analyses.prepare(specs, out, plot=plot)
-    inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed, chat)
+    inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed, chat, device, device_map)
     found = analyses.analyse_coverage(inputs, specs, chosen, console())
     analyses.write_coverage(found, out, console(), plot=plot)
 
@@ -192,6 +203,8 @@ def analyse(kind: Literal["trust", "layers"], text: str) -> None:
         source: Source = "auto",
         seed: Seed = 0,
         dtype: Dtype = "auto",
+        device: Device = None,
+        device_map: DeviceMap = None,
         chat: Chat = False,
         plot: Plot = True,
     ) -> None:
@@ -199,7 +212,7 @@ def analyse(kind: Literal["trust", "layers"], text: str) -> None:
 
         specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
         analyses.prepare(specs, out, plot=plot)
-        inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed, chat)
+        inputs = open_inputs(model, dtype, source, tasks, lengths, samples, seed, chat, device, device_map)
         run, write = analyses.ANALYSES[kind]
         write(run(inputs, specs, console()), out, console(), plot=plot)
 
@@ -231,20 +244,34 @@ def drift(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens scored in a window, or written after a prompt.")] = 64,
     seed: Seed = 0,
     dtype: Dtype = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
 ) -> None:
     """Measured, not bounded: KL to the exact cache's next token, likeliest tokens, log-perplexity, where texts part."""
     from witcert_core.evaluate.drift_run import DriftRun, evaluate
+    from witcert_core.evaluate.offline.placement import parse_placement
 
     specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
-    wanted = DriftRun(model, url, specs, out, text, prompts, chat, samples, context, tokens, seed, dtype)
+    placement = parse_placement(device, device_map)
+    wanted = DriftRun(model, url, specs, out, text, prompts, chat, samples, context, tokens, seed, dtype, placement)
     evaluate(wanted, console())
 
 
 def open_inputs(
-    model: str, dtype: str, source: str, tasks: str, lengths: str, samples: int, seed: int, chat: bool
+    model: str,
+    dtype: str,
+    source: str,
+    tasks: str,
+    lengths: str,
+    samples: int,
+    seed: int,
+    chat: bool,
+    device: str | None,
+    device_map: str | None,
 ) -> Inputs:
     """The model and its samples, from what was written on the command line."""
     from witcert_core.evaluate.analyses import open_inputs as opened
+    from witcert_core.evaluate.offline.placement import parse_placement
 
     return opened(
         model,
@@ -255,6 +282,7 @@ def open_inputs(
         count=samples,
         seed=seed,
         chat=chat,
+        placement=parse_placement(device, device_map),
     )
 
 

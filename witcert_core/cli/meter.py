@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from witcert_core.cli.eval import console
+from witcert_core.cli.eval import Device, DeviceMap, console
 from witcert_core.evaluate.settings import parse_quantizer
 from witcert_core.report.text import render_sentence, render_table
 
@@ -16,7 +16,7 @@ VIOLATED = 1
 
 
 def show(
-    model: Annotated[str, typer.Option(help="Checkpoint directory or hub id; runs on the CPU with transformers.")],
+    model: Annotated[str, typer.Option(help="Checkpoint directory or hub id; run with transformers.")],
     prompts: Annotated[
         Path, typer.Option(help='A prompt a line, or .jsonl with {"prompt": ...} or {"messages": [...]} a line.')
     ],
@@ -24,6 +24,8 @@ def show(
     policy: Annotated[Path | None, typer.Option(help="Policy file; --quantizer replaces its quantizer.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="The first one is not read from the cache.")] = 32,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Device = None,
+    device_map: DeviceMap = None,
     chat: Annotated[
         bool, typer.Option(help="Put each prompt into the model's chat template, as what a user says.")
     ] = False,
@@ -32,12 +34,23 @@ def show(
 ) -> None:
     """Answer each prompt from a quantized cache and print what the meter saw; exit 1 if an audit failed."""
     from witcert_core.evaluate.meter_run import choose_policy, meter, read_prompts
+    from witcert_core.evaluate.offline.placement import parse_placement
 
+    placement = parse_placement(device, device_map)
     chosen = choose_policy(None if quantizer is None else parse_quantizer(quantizer), policy)
     texts = read_prompts(prompts)
     out = console()
     violations = 0
-    answers = meter(model, chosen, texts, max_new_tokens=max_new_tokens, dtype=dtype, chat=chat, batch=batch)
+    answers = meter(
+        model,
+        chosen,
+        texts,
+        max_new_tokens=max_new_tokens,
+        dtype=dtype,
+        chat=chat,
+        batch=batch,
+        placement=placement,
+    )
     for prompt, (text, summary) in zip(texts, answers, strict=True):
         violations += summary["audit"]["violations"] + summary["audit"]["mismatches"]
         if as_json:

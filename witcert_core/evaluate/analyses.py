@@ -24,6 +24,7 @@ from witcert_core.evaluate.forcing import (
 )
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel, load_model
+from witcert_core.evaluate.offline.placement import HOST, Placement
 from witcert_core.evaluate.progress import progress
 from witcert_core.evaluate.records import make_directory, write_json
 from witcert_core.evaluate.settings import QuantizerSpec
@@ -57,9 +58,10 @@ def open_inputs(
     count: int,
     seed: int,
     chat: bool = False,
+    placement: Placement = HOST,
 ) -> Inputs:
     """Load the model and make its samples; chat: they are put into its chat template."""
-    loaded = load_model(model, dtype, chat=chat)
+    loaded = load_model(model, dtype, chat=chat, placement=placement)
     chosen = choose_source(source, loaded.tokenizer)
     names = choose_tasks(chosen, tasks)
     loaded.check_lengths(lengths)
@@ -72,6 +74,7 @@ def open_inputs(
     }
     if chat:
         about["chat"] = True
+    about |= placement.about
     return Inputs(loaded, samples, {**about, "samples": count, "seed": seed}, seed)
 
 

@@ -77,9 +77,11 @@ class OfflineAsker:
         self._loaded = loaded
         self._policy = build_policy(base, spec, mode)  # refused now, not after hours
         dtype = str(loaded.model.dtype).removeprefix("torch.")
+        devices = sorted({parameter.device.type for parameter in loaded.model.parameters()})
         self.settings: Mapping[str, Any] = {
             "engine": self.engine,
             "dtype": dtype,
+            **({} if devices == ["cpu"] else {"devices": devices}),
             **chatting(loaded.chat),
             **deciding(self._policy),
         }

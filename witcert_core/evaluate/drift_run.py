@@ -27,6 +27,7 @@ from witcert_core.evaluate.drift import (
 from witcert_core.evaluate.drift_served import served_drift
 from witcert_core.evaluate.meter_run import read_prompts
 from witcert_core.evaluate.offline.model import load_model, load_tokenizer
+from witcert_core.evaluate.offline.placement import HOST, Placement
 from witcert_core.evaluate.progress import progress
 from witcert_core.evaluate.records import make_directory
 from witcert_core.evaluate.settings import QuantizerSpec
@@ -52,6 +53,7 @@ class DriftRun:
     tokens: int
     seed: int
     dtype: str
+    placement: Placement = HOST
 
 
 def evaluate(wanted: DriftRun, console: Console) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def evaluate(wanted: DriftRun, console: Console) -> dict[str, Any]:
             found = served_drift(server, prompts, wanted.tokens, about, options, partial(shown.advance, bar))
     elif wanted.model is not None:
         prepare(wanted.quantizers, wanted.out, plot=False)
-        loaded = load_model(wanted.model, wanted.dtype, chat=wanted.chat)
+        loaded = load_model(wanted.model, wanted.dtype, chat=wanted.chat, placement=wanted.placement)
         if given is not None:
             texts = answers(loaded, given, name, wanted.tokens, wanted.quantizers[0])
         else:
@@ -97,6 +99,7 @@ def refuse_what_would_be_ignored(wanted: DriftRun) -> None:
     if wanted.chat and wanted.prompts is None:
         raise InputError("--chat is for --prompts: a text is scored as it stands; leave one out or add the other")
     of_a_model = {"--quantizers": bool(wanted.quantizers), "--dtype": wanted.dtype != "auto"}
+    of_a_model["--device"] = bool(wanted.placement.about)
     for option, is_given in of_a_model.items():
         if wanted.url is not None and is_given:
             raise InputError(f"{option} says how a model is run, but what is at --url runs already; leave one out")

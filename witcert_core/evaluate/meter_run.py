@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from witcert_core.errors import InputError
+from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.metered import MeteredModel
 from witcert_core.evaluate.offline.model import LoadedModel, Prompt, load_model
+from witcert_core.evaluate.offline.placement import HOST, Placement
 from witcert_core.evaluate.settings import QuantizerSpec, base_settings, build_policy
 from witcert_core.policy.model import Policy, load_policy
 
@@ -90,12 +91,15 @@ def meter(
     dtype: str,
     chat: bool = False,
     batch: int = 1,
+    placement: Placement = HOST,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Answer (greedy decoding) and summary (schema witcert.request/1) of each prompt, as they come.
 
     batch: prompts that are answered side by side, by the model's own `generate()`.
     """
-    loaded = load_model(model, dtype, chat=chat)
+    if batch > 1 and placement.about:
+        raise UnsupportedError("prompts are answered side by side on the CPU alone; leave --batch or the device out")
+    loaded = load_model(model, dtype, chat=chat, placement=placement)
     ids = [loaded.prompt_ids(prompt) for prompt in prompts]
     for number, one in enumerate(ids, 1):
         if not one:

@@ -15,6 +15,7 @@ from witcert_core.evaluate.campaign import Plan, run
 from witcert_core.evaluate.compare import compare
 from witcert_core.evaluate.extras import require
 from witcert_core.evaluate.offline.model import load_model, load_tokenizer
+from witcert_core.evaluate.offline.placement import HOST, Placement
 from witcert_core.evaluate.plots import plot_comparison
 from witcert_core.evaluate.records import RecordFile, make_directory, write_json
 from witcert_core.evaluate.served import ServedAsker
@@ -56,6 +57,7 @@ class RulerRun:
     engine: str = "offline"
     server_options: Sequence[str] = ()
     chat: bool = False
+    placement: Placement = HOST
 
 
 def evaluate(wanted: RulerRun, console: Console) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def _open(wanted: RulerRun) -> tuple[list[Asker], Any, str]:
     runs = runs_of(wanted.quantizers, wanted.modes)
     askers: list[Asker] = []
     if wanted.engine == "offline":
-        loaded = load_model(wanted.model, wanted.dtype, chat=wanted.chat)
+        loaded = load_model(wanted.model, wanted.dtype, chat=wanted.chat, placement=wanted.placement)
         loaded.check_lengths(wanted.lengths)
         room = max(wanted.lengths) + ROOM_FOR_ANSWERS
         askers += [OfflineAsker(loaded, base, spec, mode, room) for spec, mode in runs]
@@ -136,12 +138,15 @@ def refuse_what_would_be_ignored(wanted: RulerRun) -> None:
         "--dtype": wanted.dtype != "auto",
         "--engine": wanted.engine != "offline",
         "--server-options": wanted.server_options,
+        "--device": wanted.placement.about,
     }
     given = [name for name, value in of_a_start.items() if value]
     if wanted.url is not None and given:
         raise InputError(f"{given[0]} says how a model is run, but what is at --url runs already; leave one out")
     if wanted.engine == "offline" and wanted.server_options:
         raise InputError("--server-options are for servers that are started: add --engine sglang or --engine vllm")
+    if wanted.engine != "offline" and wanted.placement.about:
+        raise InputError("--device and --device-map are for --engine offline; tell a server by --server-options")
 
 
 def runs_of(specs: Sequence[QuantizerSpec], modes: Sequence[Mode]) -> list[tuple[QuantizerSpec, Mode]]:

@@ -95,13 +95,15 @@ def attention(
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         logits_soft_cap=float(options.get("softcap") or 0.0),
         window_left=-1 if window is None else int(window) - 1,
-        sinks=options.get("s_aux"),
+        sinks=None if options.get("s_aux") is None else options["s_aux"].to("cpu"),
     )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if Absorbed.is_of(module):
-        latent = Absorbed(module, q, k)
-        return latent.heads(engine.attend(layer, latent.q, latent.rows, latent.values, spec)), None
-    return engine.attend(layer, q, k, v, spec), None
+    latent = Absorbed(module, q, k) if Absorbed.is_of(module) else None
+    if latent is not None:
+        q, k, v = latent.q, latent.rows, latent.values
+    # The cache and the meter are on the host, wherever the layer is.
+    out = engine.attend(layer, q.to("cpu"), k.to("cpu"), v.to("cpu"), spec).to(query.device)
+    return out if latent is None else latent.heads(out), None
 
 
 def cache_argument(model: Any) -> str:

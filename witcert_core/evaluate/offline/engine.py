@@ -131,13 +131,13 @@ class OfflineEngine:
         self.passes.begin(BatchPass([request], torch.arange(count)))
         with bridge.running(self.passes):
             out = self.loaded.model(
-                input_ids=torch.tensor([list(ids)]),
-                position_ids=slots[None, first:],
+                input_ids=torch.tensor([list(ids)]).to(self.loaded.device),
+                position_ids=slots[None, first:].to(self.loaded.device),
                 use_cache=True,
                 **(self.loaded.keeps_logits if last_only else {}),
                 **{self._cache_argument: bridge.CountingCache(first)},
             )
         self._gave_up = self.passes.end().get(0, "") or self._gave_up
         self._length += count
-        logits: Tensor = out.logits[0].float()
+        logits: Tensor = out.logits[0].float().to("cpu")
         return logits

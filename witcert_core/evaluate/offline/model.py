@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from witcert_core.errors import InputError, UnsupportedError, did_you_mean, listed
 from witcert_core.evaluate.extras import require
 from witcert_core.evaluate.offline import bridge, latent
+from witcert_core.evaluate.offline.placement import HOST, Placement, device_of
 from witcert_core.evaluate.offline.prompts import PromptPasses
 from witcert_core.kernels.host.dispatch import prepare_kernels
 from witcert_core.serving.geometry import Geometry
@@ -47,8 +48,13 @@ class LoadedModel:
         """What makes the model's pass give the logits after its last token alone, where it can."""
         return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model takes its tokens."""
+        return device_of(self.model.get_input_embeddings())
+
     def geometry(self, num_slots: int) -> Geometry:
-        """The cache of `num_slots` tokens."""
+        """The cache of `num_slots` tokens, on the host."""
         layer = self.shape.layers[0]  # `check_config`: all are alike
         return Geometry(
             backend="transformers",
@@ -121,8 +127,8 @@ def load_tokenizer(path: str) -> Any:
         raise InputError(f"no tokenizer in {path!r}: {why(path, error)}") from error
 
 
-def load_model(path: str, dtype: str = "auto", *, chat: bool = False) -> LoadedModel:
-    """A checkpoint directory or hub id, on the CPU, with our attention; chat: see `LoadedModel`.
+def load_model(path: str, dtype: str = "auto", *, chat: bool = False, placement: Placement = HOST) -> LoadedModel:
+    """A checkpoint directory or hub id, its weights as in `placement`, with our attention; chat: see `LoadedModel`.
 
     Raises:
         InputError: nothing there to load.
@@ -141,9 +147,13 @@ def load_model(path: str, dtype: str = "auto", *, chat: bool = False) -> LoadedM
     prepare_kernels("cpu")
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", **placement.options
+        )
     except (OSError, ValueError) as error:
         raise InputError(f"no causal language model in {path!r}: {first_line(error)}") from error
+    if placement.device_map is None:
+        model = model.to(placement.device)
     return replace(wrap_model(model.eval(), load_tokenizer(path), shape, Path(path).name), chat=chat)
 
 
@@ -151,6 +161,11 @@ def wrap_model(model: Any, tokenizer: Any, shape: ModelAttention, name: str) -> 
     """A model already in memory; its attention is replaced."""
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedError(f"{type(model).__name__} does not call its attention through transformers' registry")
+    if shape.latent_dim and any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise UnsupportedError(
+            f"{name} keeps latents, and weights of it wait elsewhere until a layer runs, which are needed beside it: "
+            "choose a device_map that leaves every layer on a device"
+        )
     bridge.register()
     model.set_attn_implementation(bridge.ATTENTION)
     eos = model.generation_config.eos_token_id

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import UnsupportedError
+from witcert_core.evaluate.offline.placement import device_of
 from witcert_core.quantizers.rotary import RotarySpec, RotaryTable
 from witcert_core.serving.encoder import Tables
 
@@ -28,8 +29,9 @@ def rotary_tables(model: Any, head_dim: int, max_positions: int) -> Tables:
     kind = getattr(found[0], "rope_type", "default")
     if kind in ("dynamic", "longrope"):
         raise UnsupportedError(f"{name} has rotary embeddings of type {kind!r}, which depend on the length: {_WHY}")
-    positions = torch.arange(max_positions)
-    cos, sin = (t[0].float() for t in found[0](torch.zeros(1, 1, 1), positions[None]))
+    here = device_of(found[0])
+    turned = found[0](torch.zeros(1, 1, 1, device=here), torch.arange(max_positions, device=here)[None])
+    cos, sin = (t[0].float().to("cpu") for t in turned)
     half = cos.shape[-1] // 2
     interleaved = not torch.equal(cos[:, :half], cos[:, half:])
     channels = slice(0, None, 2) if interleaved else slice(0, half)
