@@ -90,6 +90,14 @@ class PluginError(WitCertError):
     """
 
 
+class ProbeError(WitCertError, ValueError):
+    """The text of a probe asks what cannot be asked; `column` [1...] is the place in it."""
+
+    def __init__(self, column: int, message: str) -> None:
+        super().__init__(f"probe, column {column}: {message}")
+        self.column = column
+
+
 class ReportError(WitCertError):
     """A report cannot be written, or was handed numbers of another model."""
 

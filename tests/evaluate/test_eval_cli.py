@@ -380,3 +380,28 @@ def test_commands_and_options_of_the_pages_exist(
         assert main([*name.split(), "--help"]) == 0
         told = capsys.readouterr().out
         assert all(option in told for option in re.findall(r"--[a-z-]+", options)), name
+
+
+@pytest.mark.parametrize("batch", ["1", "2"])
+def test_a_probe_is_answered_beside_the_prompts(
+    batch: str, twin_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing else is metered where the policy says so."""
+    (tmp_path / "p.yaml").write_text("{version: 1, quantizer: {name: int4_token_group}, meter: {stride: never}}")
+    (tmp_path / "p.txt").write_text("key1 is 23\nkey2 is 42")
+    command = ["meter", "--model", str(twin_path), "--policy", str(tmp_path / "p.yaml"), "--batch", batch]
+    command += ["--prompts", str(tmp_path / "p.txt"), "--max-new-tokens", "5"]
+    probe = "max(bound) by layer where phase == generated every 2 for 3 rows"
+    assert main([*command, "--json", "--probe", probe]) == 0
+    *answers, asked = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (asked["probe"], asked["rows"], asked["ended"], asked["unknown"]) == (probe, 3, "rows", {})
+    assert sum(answer["summary"]["rows_metered"] for answer in answers) == 3
+    by_layer = {group["by"]["layer"]: group["max"] for group in asked["groups"]}
+    metered = [answer["summary"] for answer in answers if answer["summary"]["rows_metered"]]
+    for layer, largest in by_layer.items():
+        heads = [x for summary in metered for x in summary["worst_by_layer_head"][layer] if isinstance(x, float)]
+        assert largest == max(heads)
+    assert main([*command, "--probe", "quantize(out_bound_rel) by layer", "--probe", "top(3, bound)"]) == 0
+    assert "#" in capsys.readouterr().out
+    assert main([*command, "--probe", 'max(bound) where lora == "x"']) == 2
+    assert "column 18: lora: this engine does not say it" in capsys.readouterr().err

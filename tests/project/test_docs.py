@@ -28,6 +28,8 @@ from witcert_core.policy.gate_registry import GATES
 from witcert_core.policy.loader import PolicyLoader
 from witcert_core.policy.model import GateSettings, MeterSettings, Policy, load_policy, parse_policy
 from witcert_core.policy.presets import PRESETS, preset_text
+from witcert_core.probes.fields import FIELDS
+from witcert_core.probes.language import parse_probe
 from witcert_core.quantizers import REGISTRY
 from witcert_core.quantizers.layout import KVLayout
 from witcert_core.quantizers.rotary import RotarySpec
@@ -248,3 +250,19 @@ def test_the_version_of_an_engine_is_the_one_that_is_accepted(engine: str, folde
     assert f"{engine} {version}" in TEXT["README.md"]
     nodeps = (ROOT / "adapters" / folder / "requirements-cpu-nodeps.txt").read_text(encoding="utf-8")
     assert re.search(rf"^{folder}(-cpu)?=={re.escape(version)}$", nodeps, flags=re.M)
+
+
+def test_every_name_of_a_probe_is_documented_as_it_is() -> None:
+    written = {row[0].strip("`"): row[1:] for row in table_rows("probes.md", r"`[a-z_]+`") if len(row) == 3 and row[1]}
+    kinds = {name: written[name] for name in FIELDS}
+    for name, field in FIELDS.items():
+        words = f": {', '.join(f'`{word}`' for word in field.words)}" if field.words else ""
+        assert kinds[name] == [f"{field.kind}{words}", field.says]
+
+
+def test_every_probe_of_the_docs_can_be_asked() -> None:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT["probes.md"], flags=re.S | re.M)
+    probes = [text for language, text in blocks if not language]
+    assert probes
+    for probe in probes:
+        parse_probe(probe)

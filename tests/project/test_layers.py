@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = (
     ("_torch", "errors"),
     ("meter", "quantizers"),
-    ("cache", "policy"),
+    ("cache", "policy", "probes"),
     ("kernels", "report"),
     ("serving",),
     ("evaluate",),

@@ -5,96 +5,31 @@ Requests are served pass by pass over one layer of an engine's pool; a second re
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from one_layer import SCALE, OneLayer
 
-from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.budget import Budget
-from witcert_core.policy.model import parse_policy
-from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.report.claims import AFTER_ITS_ANSWER, NOT_FROM_ITS_START, SAMPLED_PREFIX
 from witcert_core.report.counts import LAW_WITHDRAWN
 from witcert_core.serving import passes
-from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.forgotten import Forgotten
-from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RequestPass, RowPlanner
-from witcert_core.serving.runtime import Runtime
-from witcert_core.serving.steps import StepCells
 from witcert_core.serving.storage.simulated import SimulatedStorage
 
-D, SLOTS, SCALE = 64, 64, 64**-0.5
 FIRST, ANSWER, MORE = torch.arange(1, 9), torch.arange(10, 14), torch.arange(20, 25)
 
 
-class Served:
-    """One layer with one head; `asks` queries and keys can be given, else they are drawn."""
-
-    def __init__(self, **meter: Any) -> None:
-        torch.manual_seed(3)
-        self.k, self.v = torch.zeros(SLOTS, 1, D), torch.zeros(SLOTS, 1, D)
-        self.exact = torch.zeros(SLOTS, 1, D)
-        policy = parse_policy(
-            {
-                "version": 1,
-                "quantizer": {"name": "int8_dither"},
-                "meter": {"stride": 1, "audit_every": 1, **meter},
-                "prefill_reads": "stored",
-            }
-        )
-        geometry = Geometry("test", 1, (0,), 1, 1, (0,), D, D, SLOTS, torch.float32, RotarySpec(D), "cpu")
-
-        self.runtime = Runtime("test", policy, geometry, self, None)
-
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self.k[slots], self.v[slots]
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self.k[slots], self.v[slots] = k, v
-
-    def restore(self, layer: int, slots: Tensor, head: int, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("nothing is repaired here")
-
-    def step(
-        self, rid: str, slots: Tensor, new: int, prefilling: bool, q: Tensor | None = None, k: Tensor | None = None
-    ) -> StepCells:
-        """One pass of one request, counted as committed."""
-        own = slots[-new:]
-        q = torch.randn(new, 1, D) if q is None else q.float().view(new, 1, D)
-        k = torch.randn(new, 1, D) if k is None else k.float().view(new, 1, D)
-        self.exact[own] = k
-        self.runtime.begin([RequestPass(rid, slots, new, prefilling, True)], own)
-
-        def run(own_k: Tensor | None, own_v: Tensor | None) -> Tensor:
-            assert own_k is not None
-            assert own_v is not None
-            self.write(0, own, own_k, own_v)
-            outs = []
-            for i, mine in enumerate(q):
-                keys, values = (x[slots[: slots.numel() - new + i + 1], 0] for x in (self.k, self.v))
-                outs.append((mine @ keys.T * SCALE).softmax(-1) @ values)
-            return torch.cat(outs)
-
-        places = torch.arange(slots.numel() - new, slots.numel())
-        self.runtime.attend(AttentionCall(0, q, k, torch.randn(new, 1, D), own, places, AttentionSpec(SCALE), run))
-        step = self.runtime.end()
-        assert step is not None
-        step.count(self.runtime.ledger, {0})
-        return step
+class Served(OneLayer):
+    """And a first request that others go on from."""
 
     def first_turn(self) -> None:
         """A prompt in FIRST, and an answer in ANSWER."""
         self.step("first", FIRST, 8, True)
         for n in range(1, 5):
             self.step("first", torch.cat([FIRST, ANSWER[:n]]), 1, False)
-
-    def summary(self, rid: str) -> dict[str, Any]:
-        return self.runtime.finish(rid, "stop")
 
 
 @pytest.fixture

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from witcert_core.cli.eval import Device, DeviceMap, console
 from witcert_core.evaluate.settings import parse_quantizer
+from witcert_core.report.probe_text import render_probe
 from witcert_core.report.text import render_sentence, render_table
 
 VIOLATED = 1
@@ -30,6 +31,9 @@ def show(
         bool, typer.Option(help="Put each prompt into the model's chat template, as what a user says.")
     ] = False,
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered side by side.")] = 1,
+    probe: Annotated[
+        list[str] | None, typer.Option(help="Ask this of the meter beside (docs/probes.md); may be given again.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A line with prompt, answer and summary instead.")] = False,
 ) -> None:
     """Answer each prompt from a quantized cache and print what the meter saw; exit 1 if an audit failed."""
@@ -41,6 +45,7 @@ def show(
     texts = read_prompts(prompts)
     out = console()
     violations = 0
+    told: list[dict[str, Any]] = []
     answers = meter(
         model,
         chosen,
@@ -50,6 +55,8 @@ def show(
         chat=chat,
         batch=batch,
         placement=placement,
+        probes=probe or (),
+        tell=told.append,
     )
     for prompt, (text, summary) in zip(texts, answers, strict=True):
         violations += summary["audit"]["violations"] + summary["audit"]["mismatches"]
@@ -60,5 +67,10 @@ def show(
         out.print(text, markup=False)
         out.print(render_table(summary))
         out.print(render_sentence(summary), markup=False)
+    for answer in told:
+        if as_json:
+            typer.echo(json.dumps(answer))
+        else:
+            out.print(render_probe(answer))
     if violations:
         raise typer.Exit(VIOLATED)

@@ -40,8 +40,7 @@ def check(file: Annotated[Path, typer.Argument(help="The policy file.")]) -> Non
     policy = load_policy(file)
     layers = policy.quantizer.layers
     where = "all layers" if layers is None else f"layers {', '.join(map(str, layers))}"
-    every = "every row" if policy.stride == 1 else f"one generated row in {policy.stride}"
     typer.echo(
-        f"{file}: ok: quantizer {policy.quantizer.name} on {where}; tier {policy.tier}, metering {every}; "
-        f"gate {policy.gate.kind} at tau {policy.gate.tau:g}"
+        f"{file}: ok: quantizer {policy.quantizer.name} on {where}; tier {policy.tier}, "
+        f"metering {policy.rows_metered}; gate {policy.gate.kind} at tau {policy.gate.tau:g}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from witcert_core.evaluate.offline.model import LoadedModel, Prompt, load_model
 from witcert_core.evaluate.offline.placement import HOST, Placement
 from witcert_core.evaluate.settings import QuantizerSpec, base_settings, build_policy
 from witcert_core.policy.model import Policy, load_policy
+from witcert_core.probes.board import ProbeBoard
+from witcert_core.probes.language import parse_probe
+from witcert_core.serving.runtime import Runtime
 
 
 def choose_policy(quantizer: QuantizerSpec | None, policy: Path | None) -> Policy:
@@ -92,11 +95,20 @@ def meter(
     chat: bool = False,
     batch: int = 1,
     placement: Placement = HOST,
+    probes: Sequence[str] = (),
+    tell: Callable[[dict[str, Any]], None] = lambda _answer: None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Answer (greedy decoding) and summary (schema witcert.request/1) of each prompt, as they come.
 
-    batch: prompts that are answered side by side, by the model's own `generate()`.
+    batch: prompts that are answered side by side, by the model's own `generate()`. probes: what is asked beside, in the
+    language of probes; `tell` gets the answer to each (schema witcert.probe/1) after the last prompt.
+
+    Raises:
+        InputError: a prompt without tokens.
+        ProbeError: a probe that cannot be asked here.
     """
+    for probe in probes:
+        parse_probe(probe, facts=("prompt",) if batch == 1 else ())
     if batch > 1 and placement.about:
         raise UnsupportedError("prompts are answered side by side on the CPU alone; leave --batch or the device out")
     loaded = load_model(model, dtype, chat=chat, placement=placement)
@@ -106,22 +118,48 @@ def meter(
             raise InputError(f"prompt {number}, {prompts[number - 1]!r}, has no tokens; write a prompt or leave it out")
     loaded.check_lengths([len(one) + max_new_tokens for one in ids])
     if batch > 1:
-        yield from _in_batches(loaded, policy, ids, max_new_tokens, batch)
-        return
+        board = yield from _in_batches(loaded, policy, ids, max_new_tokens, batch, probes)
+    else:
+        board = yield from _one_by_one(loaded, policy, ids, max_new_tokens, probes)
+    for shown in board.shown():
+        tell(shown)
+
+
+Answered = Generator[tuple[str, dict[str, Any]], None, ProbeBoard]
+"""Answer and summary of each prompt, and in the end where probes were answered."""
+
+
+def _enable(runtime: Runtime, probes: Sequence[str]) -> ProbeBoard:
+    for number, probe in enumerate(probes, 1):
+        runtime.command({"do": "enable", "id": f"probe-{number}", "text": probe})
+    return runtime.ledger.probes
+
+
+def _one_by_one(
+    loaded: LoadedModel, policy: Policy, ids: Sequence[list[int]], max_new_tokens: int, probes: Sequence[str]
+) -> Answered:
     engine = OfflineEngine(loaded, policy, max(map(len, ids)) + max_new_tokens)
+    board = _enable(engine.runtime, probes)
     for number, one in enumerate(ids):
         answer = engine.generate(f"prompt-{number}", one, max_new_tokens)
         yield answer.text, answer.summary
+    return board
 
 
 def _in_batches(
-    loaded: LoadedModel, policy: Policy, ids: Sequence[list[int]], max_new_tokens: int, batch: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    loaded: LoadedModel,
+    policy: Policy,
+    ids: Sequence[list[int]],
+    max_new_tokens: int,
+    batch: int,
+    probes: Sequence[str],
+) -> Answered:
     """The same, `batch` prompts at a time, the shorter ones padded before their text."""
     parts = [ids[first : first + batch] for first in range(0, len(ids), batch)]
     room = max(sum(len(one) + max_new_tokens for one in part) for part in parts)
     pad = min(loaded.eos, default=0)
     with MeteredModel(loaded.model, policy, room) as metered:
+        board = _enable(metered.runtime, probes)
         for part in parts:
             longest, first = max(map(len, part)), len(metered.requests)
             rows = torch.tensor([[pad] * (longest - len(one)) + one for one in part])
@@ -138,3 +176,4 @@ def _in_batches(
             for answer, summary in zip(out[:, longest:].tolist(), metered.requests[first:], strict=True):
                 ends = [place for place, token in enumerate(answer) if token in loaded.eos]
                 yield loaded.decode(answer[: ends[0]] if ends else answer), summary
+    return board

@@ -37,6 +37,9 @@ from witcert_core.quantizers.engine import EnginePrecision
 MAX_LAYER = 65_535
 MAX_INTEGER = 2**63 - 1
 STRIDE = 32
+NEVER: Literal["never"] = "never"
+"""Of meter.stride: no row is metered but those that probes ask for."""
+Stride = int | Literal["never"]
 GATE_SKETCH_BITS = 4
 MAX_BLOCK = 65_536
 _RANGE = re.compile(r"([0-9]{1,9})\s*-\s*([0-9]{1,9})")
@@ -74,6 +77,13 @@ def _layer_range(item: object) -> range:
     if not 0 <= first <= last <= MAX_LAYER:
         raise ValueError(f"has the entry {yaml_word(item)}; layers run upwards from 0 to at most {MAX_LAYER}")
     return range(first, last + 1)
+
+
+def parse_stride(given: object) -> object:
+    """A stride as it is written; ValueError for what is none."""
+    if given is None or given == NEVER or (type(given) is int and 1 <= given <= MAX_INTEGER):
+        return given
+    raise ValueError(f"is {yaml_word(given)}; allowed: an integer of at least 1, never, or null")
 
 
 def _no_lookalike(given: object) -> object:
@@ -134,7 +144,7 @@ class MeterSettings(_Section):
     bands: Annotated[Literal[16, 32] | None, _NO_LOOKALIKE] = None
     delta: float = Field(default=0.01, gt=0, lt=1)
     max_rows: int = Field(default=8, ge=1)
-    stride: int | None = Field(default=None, ge=1)
+    stride: Annotated[Stride | None, BeforeValidator(parse_stride)] = None
     layers: Layers = None
     audit_every: int = Field(default=0, ge=0)
     audit_share: float = Field(default=0.0, ge=0, le=1)
@@ -311,14 +321,22 @@ class Policy(_Section):
     def _check_stride(self) -> None:
         if self._gate.repairs and self.meter.stride not in (None, 1):
             raise ValueError(
-                f"meter.stride: is {self.meter.stride}, but gate {self.gate.kind!r} repairs and needs every "
+                f"meter.stride: is {yaml_word(self.meter.stride)}, but gate {self.gate.kind!r} repairs and needs every "
                 "cell; leave the key out, set it to 1, or set gate.kind to 'observe'"
             )
 
     @property
-    def stride(self) -> int:
-        """One row in so many is metered: meter.stride, or without one STRIDE, and 1 with a gate that repairs."""
+    def stride(self) -> Stride:
+        """One row in so many is metered, or none by itself: meter.stride, or without one STRIDE, and 1 with a gate that
+        repairs."""
         return self.meter.stride or (1 if self._gate.repairs else STRIDE)
+
+    @property
+    def rows_metered(self) -> str:
+        """The stride in words."""
+        if self.stride == NEVER:
+            return "no row but those that probes ask for"
+        return "every row" if self.stride == 1 else f"one generated row in {self.stride}"
 
     @property
     def sketch_bits(self) -> int:

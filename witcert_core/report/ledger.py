@@ -18,6 +18,7 @@ from witcert_core.meter.bounds import FORM_NAMES
 from witcert_core.policy.gates import CellStatus
 from witcert_core.policy.model import Policy
 from witcert_core.policy.plugins import CellEvent, cell_observers, plugin_manager, report_observers
+from witcert_core.probes.board import ProbeBoard
 from witcert_core.quantizers.base import Tier
 from witcert_core.report.claims import VOID, claim
 from witcert_core.report.counts import LAW_WITHDRAWN, LAYER_NOT_METERED, PARTLY_MEASURED, Observed, RequestState
@@ -86,6 +87,9 @@ class RequestLedger:
         self._on_cell = cell_observers(plugin_manager()) if on_cell is None else on_cell
         self._on_report = report_observers(plugin_manager()) if on_report is None else on_report
         self._requests: dict[str, RequestState] = {}
+        self.probes = ProbeBoard(num_qo_heads, head_offset)
+        self.counted_layers = {layer: LAYER_NOT_METERED if layer in self._excluded else "" for layer in counted}
+        """Layers that have cells, each with why these are never measured, or ''."""
 
     def observe(
         self,
@@ -185,6 +189,11 @@ class RequestLedger:
     def claims_no_law(self, request_id: str) -> bool:
         """Whether only deterministic bounds are claimed of a request, though others have the dither law."""
         return bool(self._state(request_id).without_law)
+
+    def count_probed(self, *, only: bool, seconds: float) -> None:
+        """Count what a row of probes cost: whether only they asked for it, and the time their answers took."""
+        if self._metrics is not None:
+            self._metrics.row_probed(only, seconds)
 
     def count_repair(self, request_id: str, blocks: int, nbytes: int) -> None:
         """Count exact blocks that the gate wrote back, and the bytes it moved for them."""

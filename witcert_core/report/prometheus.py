@@ -95,6 +95,12 @@ class Metrics:
         self._not_sketched = counter(
             "witcert_rows_not_sketched", "Metered rows of requests drawn for sketches that lack some", "reason"
         )
+        self._probed = counter(
+            "witcert_rows_probed",
+            "Rows that probes took: metered because of them alone, or by the policy as well",
+            "why",
+        )
+        self._probe_seconds = counter("witcert_probe_seconds", "Seconds of the host that the answers of probes took")
         self._requests = counter("witcert_requests", "Finished requests", "quantizer")
 
     def announce(self, quantizer: str) -> None:
@@ -108,6 +114,8 @@ class Metrics:
             self._tokens.labels(status, quantizer)
         for status in ("metered", "unknown"):
             self._rows.labels(status)
+        for why in ("probe", "policy"):
+            self._probed.labels(why)
 
     def cells_measured(self, quantizer: str, seen: Observed) -> None:
         """Count one row of one layer."""
@@ -150,6 +158,11 @@ class Metrics:
 
     def rows_not_sketched(self, rows: int, reason: str) -> None:
         self._not_sketched.labels(reason).inc(rows)
+
+    def row_probed(self, only: bool, seconds: float) -> None:
+        """Count one row that probes took; only: the policy had not asked for it."""
+        self._probed.labels("probe" if only else "policy").inc()
+        self._probe_seconds.inc(seconds)
 
     def rows_unknown(self, rows: int) -> None:
         self._rows.labels("unknown").inc(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from witcert_core.cache.schedule import QuantizeSchedule
+from witcert_core.policy.model import NEVER
 from witcert_core.report.claims import NON_ADAPTIVE
 from witcert_core.report.text import format_bytes
 from witcert_core.serving.runtime import Runtime
@@ -66,6 +67,8 @@ def rows(runtime: Runtime) -> str:
     stride, most = runtime.planner.stride, runtime.planner.max_rows
     if runtime.policy.repairs:
         return "all that read the cache: the gate needs every cell"
+    if stride == NEVER:
+        return "none but those that probes ask for (meter.stride: never)"
     if stride == 1:
         return f"all decode rows; of a chunk that reads the cache the last {most}"
     return (
@@ -122,7 +125,7 @@ def not_metered(runtime: Runtime, metered: list[int], quantized: list[int]) -> l
         reasons.append(f"layers {missing}: left out by meter.layers")
     if exact := [layer for layer in layers if layer not in quantized]:
         reasons.append(f"nothing to meter in layers {exact}: quantizer.layers keeps them exact")
-    if runtime.policy.stride > 1:
+    if runtime.policy.stride != 1:
         reasons.append("rows between the stride: counted as unknown in every report")
     if runtime.policy.prefill_reads == "chunk_exact":
         reasons.append("first-chunk prompt rows: they read no quantized key (prefill_reads: chunk_exact)")

@@ -190,7 +190,7 @@ def coverage(model: ServedModel) -> Iterator[Finding]:
         "metered",
         f"{len(metered)} of {len(layers)} layers x {model.num_qo_heads} query heads: "
         f"{len(metered) * model.num_qo_heads} cells a row, tier {policy.tier}; "
-        f"{'every row' if policy.stride == 1 else f'one decode row in {policy.stride}'}",
+        f"{policy.rows_metered}",
     )
     yield Finding("ok", "memory", memory(model))
     for kept, why in (
@@ -201,7 +201,7 @@ def coverage(model: ServedModel) -> Iterator[Finding]:
             yield Finding("note", "not metered", f"layers {kept}: {why}")
     if other := model.attention.num_hidden_layers - len(layers):
         yield Finding("note", "not metered", f"{other} layers that keep no keys and values: nothing is claimed of them")
-    if policy.stride > 1:
+    if policy.stride != 1:
         yield Finding("note", "not metered", "rows between the stride: reported as unknown")
     if policy.prefill_reads == "chunk_exact":
         yield Finding("note", "not metered", "rows of a first prompt chunk: they read no quantized key")

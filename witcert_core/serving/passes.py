@@ -8,13 +8,15 @@ the stride selects are metered, the others are reported as unknown. A row of a f
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from witcert_core.policy.model import NEVER, Stride
+from witcert_core.probes.watches import Watches
 from witcert_core.report.claims import AFTER_ITS_ANSWER, NOT_FROM_ITS_START
 from witcert_core.serving.forgotten import Forgotten
 
@@ -87,6 +89,7 @@ class RequestPass:
     generated ones do, and chunks under `prefill_reads: stored`. not_followed: why no row of the new tokens can be
     metered, though they read what is stored; such rows are unknown. drafts: how many of the last new tokens are guesses
     that this pass verifies, a chain: each reads those before it. The next pass writes anew where one was wrong.
+    facts: what the engine says of the request, for probes (`fields.FACTS`).
     """
 
     request_id: str
@@ -96,6 +99,7 @@ class RequestPass:
     attends_quantized: bool | None = None
     not_followed: str = ""
     drafts: int = 0
+    facts: Mapping[str, str | int] = field(default_factory=dict)
 
 
 @dataclass
@@ -104,11 +108,13 @@ class RowCounts:
 
     reached: tokens computed so far, prefix included. sampled_from: position of its first token that was sampled, None
     before that. decoded: passes with generated tokens since its last chunk. without_law: why only deterministic bounds
-    are claimed for it, or ''. drafted: where the last pass ended, if it verified drafts; else 0.
+    are claimed for it, or ''. drafted: where the last pass ended, if it verified drafts; else 0. probed: those of the
+    metered rows that only probes asked for, which spend nothing.
     """
 
     decode_rows: int = 0
     metered: int = 0
+    probed: int = 0
     reached: int = 0
     sampled_from: int | None = None
     decoded: int = 0
@@ -137,9 +143,10 @@ class RowCounts:
 class MeteredRow:
     """One metered row: its request's index in the batch, its place in the flat query tensor and its position.
 
-    ordinal: 1-based count of metered rows of the request, the `t` of the failure budget. delta_loc: what each of its
-    cells may spend of it; 0 under the deterministic tier. draft: the row counts if so many drafts were right; 0 for
-    that of a token which was none.
+    ordinal: 1-based count of metered rows of the request. charged: the same of those the policy asks for, the `t` of
+    the failure budget; 0 of a row that only probes asked for. delta_loc: what each of its cells may spend of it; 0
+    under the deterministic tier. draft: the row counts if so many drafts were right; 0 for that of a token which was
+    none. generated: whether it is of no prompt. probes: ids of the probes that take it.
     """
 
     request: int
@@ -150,6 +157,9 @@ class MeteredRow:
     sketched: bool = False
     delta_loc: float = 0.0
     draft: int = 0
+    charged: int = 0
+    generated: bool = False
+    probes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -160,7 +170,8 @@ class RowPlan:
     sampled by this server; attends_quantized[i]: whether these read their quantized selves. prefixes: request -> how
     many of its first tokens others may have generated, for `GeneratedSlots`. without_law: request -> why it may spend
     no failure probability. sample: compares the audited rows of sampled requests with the truth. sketches: bounds the
-    sketched ones. drafts: request -> how many of its last new tokens are drafts, where any are.
+    sketched ones. drafts: request -> how many of its last new tokens are drafts, where any are. lost: rows that probes
+    wanted and nothing can meter, drafts among them, by probes, request, reason and whether they were generated.
     """
 
     rows: list[MeteredRow]
@@ -173,6 +184,7 @@ class RowPlan:
     prefixes: dict[int, int] = field(default_factory=dict)
     without_law: dict[int, str] = field(default_factory=dict)
     attends_quantized: list[bool] = field(default_factory=list)
+    lost: Counter[tuple[tuple[str, ...], int, str, bool]] = field(default_factory=Counter)
     drafts: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -215,10 +227,11 @@ class RowPlanner:
     """
 
     def __init__(
-        self, *, stride: int, max_rows: int, audit_every: int, stored_prefill: bool, without_law: str = ""
+        self, *, stride: Stride, max_rows: int, audit_every: int, stored_prefill: bool, without_law: str = ""
     ) -> None:
         """without_law: why no request may spend failure probability, or ''."""
         self.stride = stride
+        self.watches = Watches()
         self.max_rows = max_rows
         self.audit_every = audit_every
         self.stored_prefill = stored_prefill
@@ -262,6 +275,7 @@ class RowPlanner:
         plan = RowPlan(picked, [r.slots for r in requests], [r.new_tokens for r in requests])
         unmetered = plan.unmetered
         token = 0
+        self.watches.begin()
         for index, request in enumerate(requests):
             new = request.new_tokens
             prefix = request.slots.numel() - new
@@ -290,26 +304,49 @@ class RowPlanner:
                 plan.without_law[index] = counts.without_law
             ordinal = counts.decode_rows
             counts.decode_rows += new if decoding else 0
+            asked = self._asked(request, prefix, counts.metered, ordinal if decoding else None)
             if decoding and not request.not_followed:
-                wanted = [offset for offset in range(new) if (ordinal + offset) % self.stride == 0]
-                if len(wanted) < new:
-                    unmetered[index, "stride"] += new - len(wanted)
+                wanted = [] if self.stride == NEVER else [i for i in range(new) if (ordinal + i) % self.stride == 0]
+                if (left := new - len({*wanted, *asked})) > 0:
+                    unmetered[index, "stride"] += left
             elif prefix > 0 or self.stored_prefill:
                 wanted = [] if request.not_followed else self._chunk_rows(new - request.drafts)
                 if request.not_followed:
                     unmetered[index, request.not_followed] += new
-                elif len(wanted) < new:
-                    unmetered[index, "stride" if len(wanted) < self.max_rows else "max_rows"] += new - len(wanted)
+                    plan.lost.update((names, index, request.not_followed, decoding) for names in asked.values())
+                    asked = {}
+                elif (left := new - len({*wanted, *asked})) > 0:
+                    unmetered[index, "stride" if len(wanted) < self.max_rows else "max_rows"] += left
             else:
                 wanted = []
-            for offset in wanted:
+            for offset in sorted({*wanted, *asked}):
                 counts.metered += 1
+                counts.probed += offset not in wanted
                 audited = self.audit_every > 0 and (counts.metered - 1) % self.audit_every == 0
-                draft = max(offset - (new - 1 - request.drafts), 0)
-                picked.append(MeteredRow(index, token + offset, prefix + offset, counts.metered, audited, draft=draft))
+                charged = counts.metered - counts.probed if offset in wanted else 0
+                row = MeteredRow(index, token + offset, prefix + offset, counts.metered, audited)
+                draft, takers = max(offset - (new - 1 - request.drafts), 0), asked.get(offset, ())
+                picked.append(replace(row, charged=charged, draft=draft, generated=decoding, probes=takers))
             token += new
         return plan
 
+    def _asked(
+        self, request: RequestPass, prefix: int, metered: int, ordinal: int | None
+    ) -> dict[int, tuple[str, ...]]:
+        """Offset among the new tokens -> the probes that take that row, where it reads the cache.
+
+        metered: rows of the request before. ordinal: decode rows before, None of a chunk.
+        """
+        if not self.watches or not (prefix > 0 or self.stored_prefill):
+            return {}
+        new, facts = request.new_tokens, {"request": request.request_id, **request.facts}
+        if ordinal is None:
+            return self.watches.of_chunk(facts, prefix, new - request.drafts, self.max_rows)
+        if new == 1:  # else it depends on the rows before which number a row will have
+            facts["step"] = metered + 1
+        takers = {i: self.watches.generated({**facts, "position": prefix + i}, ordinal + i) for i in range(new)}
+        return {offset: names for offset, names in takers.items() if names}
+
     def _chunk_rows(self, new: int) -> list[int]:
         """Offsets in a chunk of `new` tokens: the last row, whose token is sampled, and every stride-th before it."""
-        return sorted(range(new - 1, -1, -self.stride)[: self.max_rows])
+        return [] if self.stride == NEVER else sorted(range(new - 1, -1, -self.stride)[: self.max_rows])

@@ -18,6 +18,7 @@ from witcert_core.cache.protocols import Pool
 from witcert_core.errors import UnsupportedError
 from witcert_core.meter.budget import Budget
 from witcert_core.policy.model import Policy
+from witcert_core.probes.watches import Command
 from witcert_core.quantizers.dither import DitherKey
 from witcert_core.report.claims import SAMPLED_PREFIX
 from witcert_core.report.ledger import RequestLedger, make_ledger, without_cache
@@ -30,6 +31,7 @@ from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.groups import CacheGroup, GroupSlots
 from witcert_core.serving.models.grouped import check_groups
 from witcert_core.serving.passes import MeteredRow, RequestPass, RowPlan, RowPlanner
+from witcert_core.serving.probed import ProbedPass
 from witcert_core.serving.ranks import Ranks
 from witcert_core.serving.sampled import sampled_copies
 from witcert_core.serving.sketched import sampled_sketches
@@ -147,6 +149,7 @@ class Runtime:
             not_sketched=not_sketched,
             without_law=plan.without_law if self.uses_dither else {},
             drafts=plan.drafts,
+            probed=self._probed(requests, plan),
         )
         for group, slots in places:
             group.begin(Pass(replace(plan, requests=list(slots.requests)), step, slots.written))
@@ -214,8 +217,8 @@ class Runtime:
 
     def _delta(self, plan: RowPlan, row: MeteredRow) -> float:
         """Failure probability each cell of a metered row may spend; 0 under the deterministic tier."""
-        spends = self.uses_dither and row.request not in plan.without_law
-        return self.budget.delta_loc(row.ordinal) if spends else 0.0
+        spends = self.uses_dither and row.charged and row.request not in plan.without_law
+        return self.budget.delta_loc(row.charged) if spends else 0.0
 
     @property
     def ledger(self) -> RequestLedger:
@@ -223,6 +226,20 @@ class Runtime:
         if self._ledger is None:
             raise UnsupportedError("the ledger of this pass is kept by another process, which commits its tokens")
         return self._ledger
+
+    # Probes -----------------------------------------------------------------------------------------------------
+
+    def command(self, command: Command) -> None:
+        """Enable, end or forget a probe, from the next pass on. All ranks are told between the same two passes."""
+        self.planner.watches.command(command)
+        if self._ledger is not None:
+            self._ledger.probes.command(command)
+
+    def _probed(self, requests: Sequence[RequestPass], plan: RowPlan) -> ProbedPass:
+        if not self.planner.watches:
+            return ProbedPass()
+        facts: list[dict[str, str | int]] = [{"request": r.request_id, **r.facts} for r in requests]
+        return ProbedPass(facts, plan.lost, self.planner.watches.ended())
 
     # Requests ---------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from witcert_core.meter.truth import SketchedBounds, Truth
 from witcert_core.report.ledger import RequestLedger
 from witcert_core.serving.device.sums import Sums, settled
 from witcert_core.serving.passes import MeteredRow
+from witcert_core.serving.probed import ProbedPass
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class StepCells:
     sketched: dict[int, SketchedBounds] = field(default_factory=dict)
     not_sketched: Counter[tuple[int, str]] = field(default_factory=Counter)
     drafts: dict[int, int] = field(default_factory=dict)
+    probed: ProbedPass = field(default_factory=ProbedPass)
 
     def know(self, layer: int, truth: Truth | None) -> None:
         """Keep what is known of some rows of a layer, beside what already is."""
@@ -152,6 +154,8 @@ class StepCells:
         for (index, reason), count in self.not_sketched.items():
             if index in committed:
                 ledger.count_not_sketched(self.request_ids[index], count - dropped[index], reason)
+        counted = [number for number, row in enumerate(self.rows) if kept[number] and row.request in committed]
+        self.probed.observe(ledger, committed, self.rows, counted, self.layers, self.deterministic_layers, self.lost)
         gave_up: dict[int, str] = {}
         for verdict in self.verdicts:
             if verdict.index not in committed:

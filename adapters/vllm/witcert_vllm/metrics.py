@@ -60,6 +60,9 @@ class Recorder(Metrics):
     def rows_not_audited(self, rows: int, reason: str) -> None:
         self.events.append(["rows_not_audited", rows, reason])
 
+    def row_probed(self, only: bool, seconds: float) -> None:
+        self.events.append(["row_probed", only, seconds])
+
     def rows_unknown(self, rows: int) -> None:
         self.events.append(["rows_unknown", rows])
 

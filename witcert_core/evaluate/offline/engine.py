@@ -45,6 +45,7 @@ class OfflineEngine:
         self._cache_argument = bridge.cache_argument(loaded.model)
         self._length = 0
         self._request_id = ""
+        self._facts: dict[str, str | int] = {}
         self._gave_up = ""
 
     # Requests ---------------------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ class OfflineEngine:
 
         Under `gate.on_exhausted: abort` it ends where a gate gives up, before the token that row would have given.
         """
-        self._start(request_id, len(prompt_ids) + max_new_tokens)
+        self._start(request_id, len(prompt_ids) + max_new_tokens, len(prompt_ids))
         logits = self._prompt(prompt_ids)
         ids: list[int] = []
         while len(ids) < max_new_tokens:
@@ -80,7 +81,7 @@ class OfflineEngine:
         """
         if not answer_ids:
             raise InputError("an answer that is fed in needs at least one token")
-        self._start(request_id, len(prompt_ids) + len(answer_ids))
+        self._start(request_id, len(prompt_ids) + len(answer_ids), len(prompt_ids))
         logits = self._prompt(prompt_ids)
         fed = answer_ids[:-1]
         for size in QuantizeSchedule.of(self.runtime.quantizer).passes(len(prompt_ids), len(fed)):
@@ -88,11 +89,12 @@ class OfflineEngine:
             logits = torch.cat([logits, self.forward(fed[done : done + size], attends_quantized=True)])
         return logits, self.runtime.finish(request_id, "forced")
 
-    def _start(self, request_id: str, num_tokens: int) -> None:
+    def _start(self, request_id: str, num_tokens: int, prompt_tokens: int | None = None) -> None:
         if num_tokens > self.max_tokens:
             raise InputError(f"the request takes up to {num_tokens} tokens; this engine has room for {self.max_tokens}")
         self._length = 0
         self._request_id = request_id
+        self._facts = {} if prompt_tokens is None else {"prompt": prompt_tokens}
         self._gave_up = ""
 
     def _prompt(self, ids: Sequence[int]) -> Tensor:
@@ -110,7 +112,7 @@ class OfflineEngine:
             self.loaded.prompts.put(ids, PromptPass(recorded, logits))
             return logits
         slots = torch.arange(len(ids))
-        self.passes.begin(BatchPass([RequestPass(self._request_id, slots, len(ids))], slots))
+        self.passes.begin(BatchPass([RequestPass(self._request_id, slots, len(ids), facts=self._facts)], slots))
         for layer in kept.layers:
             self.passes.store(layer.layer, layer.k, layer.v, layer.spec)
         self.passes.end()
@@ -127,7 +129,8 @@ class OfflineEngine:
         """
         first, count = self._length, len(ids)
         slots = torch.arange(first + count)
-        request = RequestPass(self._request_id, slots, count, attends_quantized=attends_quantized or None)
+        reads = attends_quantized or None
+        request = RequestPass(self._request_id, slots, count, attends_quantized=reads, facts=self._facts)
         self.passes.begin(BatchPass([request], torch.arange(count)))
         with bridge.running(self.passes):
             out = self.loaded.model(

@@ -28,6 +28,7 @@ from witcert_core.evaluate.offline.passes import BatchPass, Passes
 from witcert_core.evaluate.offline.turn import Turn
 from witcert_core.policy.model import Policy
 from witcert_core.report.text import render_sentence, render_table
+from witcert_core.serving.runtime import Runtime
 
 ENGINE = "transformers"
 PADDING = "padding"
@@ -107,6 +108,11 @@ class MeteredModel:
         self._restore()
         self._collect(every=True)
 
+    @property
+    def runtime(self) -> Runtime:
+        """The meter, between `__enter__` and `__exit__`; InputError before."""
+        return self._checked_passes().runtime
+
     # What was measured ------------------------------------------------------------------------------------------
 
     @property
@@ -121,7 +127,7 @@ class MeteredModel:
             raise InputError(f"there is no request {number}; {len(self._ids)} have begun, counted from 0")
         if number in self._summaries:
             return self._summaries[number]
-        return self._checked_passes().runtime.ledger.summary(self._ids[number])
+        return self.runtime.ledger.summary(self._ids[number])
 
     def render(self, number: int | None = None) -> str:
         """Table and sentence of one request, or of all, as text."""
