@@ -20,7 +20,7 @@ ROWS = 4
 """Metered of a chunk."""
 
 
-@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE"])
+@pytest.mark.parametrize("algorithm", ["STANDALONE"])
 def test_rows_of_drafts_count_when_their_token_is_served(algorithm: str, checkpoint: Path, tmp_path: Path) -> None:
     policy = write_policy(
         tmp_path / "policy.yaml",
