@@ -50,17 +50,20 @@ FAMILIES: dict[str, Family] = {
         {"vocab_size": 320, "n_positions": 2048, "n_embd": 256, "n_layer": 2, "n_head": 4, "bos_token_id": 1},
         ALL,
     ),
-    "minimax_m2": Family(
+    "minimax_m2": Family(  # experts by softmax: vLLM's router for CPUs has no sigmoid with a bias
         "minimax_m2",
         sizes(
             head_dim=64,
             num_local_experts=4,
             num_experts_per_tok=2,
             rotary_dim=32,
-            scoring_func="sigmoid",
-            use_routing_bias=True,
+            scoring_func="softmax",
+            use_qk_norm=True,
+            rms_norm_eps=1e-6,
+            hidden_act="silu",
         ),
         ALL,
+        architecture="MiniMaxM2ForCausalLM",
     ),
     "nemotron_nas": Family(
         "nemotron-nas",
@@ -110,7 +113,7 @@ FAMILIES: dict[str, Family] = {
             "vision_end_token_id": 313,
         },
         ALL,
-        engines=(),
+        options={"language_model_only": True},
     ),
     "qwen3_moe": Family("qwen3_moe", sizes(**EXPERTS, head_dim=64, num_experts=4), ALL),
     "qwen3_vl": Family(
@@ -140,7 +143,7 @@ FAMILIES: dict[str, Family] = {
             "vision_end_token_id": 313,
         },
         ALL,
-        engines=(),
+        options={"language_model_only": True},
     ),
     "smollm3": Family("smollm3", sizes(4, hidden_size=256), (0, 1, 2, 3)),
 }
