@@ -106,7 +106,7 @@ def test_quantizers_lists_every_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(quantizer_registry().names()) <= set(rows)
     assert rows["int8_dither"][1:4] == ["probabilistic", "172", "53.8%"]
     assert rows["int8_dither_w"][1:3] == ["probabilistic+w", "175"]
-    assert rows["int4_token_group"][1:5] == ["deterministic", "104", "32.5%", "group_size"]
+    assert rows["int4_token_group"][1:6] == ["deterministic", "104", "32.5%", "yes", "group_size"]
     assert rows["none"][-3:] == ["witcert", "(built", "in)"]
 
 

@@ -15,7 +15,7 @@ from witcert_core.cache.bands import band_map
 from witcert_core.cache.capacity import side_bytes_per_head, side_bytes_per_token
 from witcert_core.cache.witness_store import WitnessStore
 from witcert_core.cli import main
-from witcert_core.errors import InputError, UnsupportedError
+from witcert_core.errors import InputError, QuantizerError, UnsupportedError
 from witcert_core.evaluate.capacity import bytes_per_token, capacity, parse_memory, read_shape
 from witcert_core.quantizers import REGISTRY
 from witcert_core.quantizers.rotary import RotarySpec
@@ -75,6 +75,19 @@ def test_a_metered_pool_pays_for_its_witnesses() -> None:
     assert waiting == plain + 32 * 8 * 17 + PASS_ID + 1
     sketched = bytes_per_token("metered:int4_token_group:group_size=64@4", SHAPE)
     assert sketched == plain + 32 * 8 * (17 + 64 + 16 + 64 + 16) + PASS_ID
+
+
+def test_codes_and_their_witness_are_what_a_packed_pool_pays_for() -> None:
+    """int4 is 3.2 times as many tokens as 16 bit, less the witness: 17 bytes beside 160."""
+    assert bytes_per_token("packed:int4_token_group", SHAPE) == 32 * 8 * (160 + 17) + PASS_ID
+    assert bytes_per_token("packed:fp8_e4m3_cast", SHAPE, 8) == 32 * (256 + 33) + PASS_ID
+    assert bytes_per_token("packed:int2_token_group:group_size=128@4", SHAPE) == 32 * 8 * (72 + 17 + 160) + PASS_ID
+    with pytest.raises(InputError, match="write int8_dither_w alone"):
+        bytes_per_token("packed:int8_dither_w", SHAPE)
+    with pytest.raises(QuantizerError, match="'kivi' stores 32 tokens together"):
+        bytes_per_token("packed:kivi", SHAPE)
+    with pytest.raises(UnsupportedError, match="int8_dither alone has packed storage"):
+        bytes_per_token("packed:int4_token_group", read_shape(CONFIGS / "deepseek_v3"))
 
 
 def test_latents_are_counted_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,17 @@ def test_a_policy_can_name_the_quantizer_that_can_be_stored(installed: dict[str,
     done = run(USE_PACKED, "quantizer: {name: example_packed, params: {bits: 3}}", installed, tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [None, [50, 50], 100.0]
+    listed = subprocess.run(
+        [sys.executable, "-c", "from witcert_core.cli import main; main(['quantizers'])"],
+        env=installed,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (row,) = [line for line in listed.stdout.splitlines() if "example_packed" in line]
+    assert " yes " in row
+    (row,) = [line for line in listed.stdout.splitlines() if "example_rounding" in line]
+    assert " yes " not in row
 
 
 def test_a_policy_can_name_the_gate(installed: dict[str, str], tmp_path: Path) -> None:

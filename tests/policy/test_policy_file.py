@@ -198,7 +198,18 @@ def test_a_gate_that_repairs_has_a_sketch_unless_told_otherwise() -> None:
     assert policy(quantizer="int4_token_group", gate=gate, meter={"sketch_bits": 0}).sketch_bits == 0
     assert policy(quantizer="int8_dither", gate=gate).sketch_bits == 4
     assert parse_policy({"version": 1, "quantizer": PACKED, "gate": gate}, "p.yaml").sketch_bits == 0
+    coded = {"name": "int4_token_group", "storage": "packed"}
+    assert parse_policy({"version": 1, "quantizer": coded, "gate": gate, "meter": {"bands": 32}}).sketch_bits == 4
     assert policy(quantizer="int8_dither", gate=gate, meter={"tier": "probabilistic"}).sketch_bits == 0
+
+
+@pytest.mark.parametrize("quantizer", ["none", "engine"])
+def test_what_cannot_be_stored_says_why_and_what_can(quantizer: str) -> None:
+    wanted = {"version": 1, "quantizer": {"name": quantizer, "storage": "packed"}}
+    said = f"quantizer.storage: is 'packed', but quantizer '{quantizer}' has no encode and decode"
+    with pytest.raises(PolicyError, match=said) as raised:
+        parse_policy(wanted, "p.yaml")
+    assert "allowed: 'simulated', or what `witcert quantizers` calls packed" in str(raised.value)
 
 
 def test_sketches_and_the_law_of_a_dither_exclude_each_other() -> None:
@@ -206,7 +217,7 @@ def test_sketches_and_the_law_of_a_dither_exclude_each_other() -> None:
     assert policy(quantizer="int8_dither").tier == "probabilistic"
     with pytest.raises(PolicyError, match=r"meter\.sketch_bits: is 2, but meter\.tier is 'probabilistic'"):
         policy(quantizer="int8_dither", meter={"sketch_bits": 2, "tier": "probabilistic"})
-    with pytest.raises(PolicyError, match=r"meter\.sketch_bits: is 2, but the packed cache keeps no sketches"):
+    with pytest.raises(PolicyError, match=r"meter\.sketch_bits: is 2, but the packed cache of 'int8_dither' keeps"):
         parse_policy({"version": 1, "quantizer": PACKED, "meter": {"sketch_bits": 2}}, "p.yaml")
 
 

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from torch import Tensor
 from witcert_sglang.backend import metered
-from witcert_sglang.packed import PackedMethod
+from witcert_sglang.packed import packed_method
 from witcert_sglang.runtime import SglangRuntime
 from witcert_sglang.selfcheck import plan_slots
 from witcert_sglang.sub_pools import sub_pools
@@ -27,6 +27,8 @@ from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.steps import StepCells
+from witcert_core.serving.storage.attended import Storage
+from witcert_core.serving.storage.coded import CodedStorage
 from witcert_core.serving.storage.engine import EngineStorage
 from witcert_core.serving.storage.packed import PackedStorage
 from witcert_core.serving.storage.simulated import SimulatedStorage
@@ -62,8 +64,7 @@ class Engine:
         }
         policy = parse_policy({"version": 1, "quantizer": chosen, "meter": meter, **sections})
         self.requests = ReqToTokenPool(size=4, max_context_len=128, device="cpu", enable_memory_saver=False)
-        built = policy.resolved_quantizer
-        method = PackedMethod(built.stored_witness, built.bypass_pairs, dtype) if storage == "packed" else None
+        method: Any = packed_method(policy, D, D, dtype) if storage == "packed" else None
         pool_dtype = torch.int8 if storage == "packed" else dtype
         if isinstance(own_pool, torch.dtype):
             pool_dtype = own_pool
@@ -191,22 +192,29 @@ class Engine:
             done += n
 
     @property
+    def storage(self) -> Storage:
+        """Where tokens live."""
+        return self.runtime.groups[0].cache.storage
+
+    @property
     def simulated(self) -> SimulatedStorage | EngineStorage:
         """What is stored in the engine's own pool."""
-        storage = self.runtime.groups[0].cache.storage
+        storage = self.storage
         assert isinstance(storage, SimulatedStorage | EngineStorage)
         return storage
 
     @property
     def packed(self) -> PackedStorage:
         """What is stored in a packed pool."""
-        storage = self.runtime.groups[0].cache.storage
+        storage = self.storage
         assert isinstance(storage, PackedStorage)
         return storage
 
     def stored(self, layer: int, request: int, count: int) -> tuple[Tensor, Tensor]:
         """What the pool holds for the first `count` tokens of a request."""
         slots = self.requests.req_to_token[self.rows[request], :count].long()
+        if isinstance(self.storage, CodedStorage):
+            return (self.storage.repaired or self.storage).read(layer, slots)
         if self.pool.dtype == torch.int8:
             return (self.packed.repaired or self.packed.cache).read(layer, slots)
         if self.runtime.policy.meters_engine:

@@ -53,6 +53,29 @@ def test_packed_answers_and_bounds_are_those_of_the_simulation(
         assert ours["worst"]["meter"] == pytest.approx(theirs["worst"]["meter"], rel=0.3)
 
 
+def test_codes_of_a_quantizer_s_own_are_read_as_they_were_simulated(checkpoint: Path, tmp_path: Path) -> None:
+    """Nothing is drawn: answers are the same, bounds within rounding; 80 bytes a token and head, and 17 beside."""
+    asked = prompts(seed=61, num_tokens=96)
+    found, blocks = {}, {}
+    for storage in ("simulated", "packed"):
+        with running_engine(checkpoint, tmp_path / storage, policy("int4_token_group", storage)) as engine:
+            found[storage] = engine.ask(asked)
+            assert_second_time_is_alike(engine, asked[0])
+            config = engine.llm.llm_engine.vllm_config.cache_config
+            assert config.block_size == 128
+            blocks[storage] = config.num_gpu_blocks
+            status = engine.llm.collective_rpc("witcert_status")[0]
+            assert ("bytes_packed_pool" in status) == (storage == "packed")
+    for packed, simulated in zip(found["packed"], found["simulated"], strict=True):
+        assert packed.tokens == simulated.tokens
+        ours, theirs = packed.summary, simulated.summary
+        assert ours["audit"]["violations"] == ours["audit"]["mismatches"] == 0
+        assert ours["audit"]["cells"] == ours["cells_measured"] == theirs["cells_measured"] > 0
+        assert ours["worst"]["meter"] == pytest.approx(theirs["worst"]["meter"], rel=0.02)
+    for storage, size in (("simulated", 512), ("packed", 80)):  # 17 of witness beside; 4 layers, 2 heads, a pass id
+        assert blocks[storage] == (16 << 20) // (128 * (4 * 2 * (size + 17) + 8))
+
+
 def assert_second_time_is_alike(engine: Engine, prompt: str) -> None:
     """A prefix hit reads packed pages of an earlier request."""
     cold, warm = (engine.ask([prompt])[0] for _ in range(2))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from witcert_core.cache.bands import band_map
 from witcert_core.cache.sketch import sketch_bytes, value_bands
+from witcert_core.errors import QuantizerError
 from witcert_core.quantizers.base import Quantizer
+from witcert_core.quantizers.coded import CodedQuantizer, token_layout, why_not_packed
 from witcert_core.quantizers.dither import GROUP, num_groups
 from witcert_core.quantizers.layout import KVLayout
 from witcert_core.quantizers.rotary import RotarySpec
@@ -23,6 +25,16 @@ PASS_ID_BYTES = 8
 def packed_bytes_per_token(layout: KVLayout, num_kv_heads: int, num_layers: int) -> int:
     """Codes, scales and what else the layout keeps, and the slot's pass id: ``L Hkv bytes + 8``."""
     return layout.bytes_per_token_head * num_kv_heads * num_layers + PASS_ID_BYTES
+
+
+def coded_bytes(quantizer: Quantizer, head_dim: int, v_head_dim: int) -> tuple[int, int]:
+    """Bytes of a key and of a value of one head, as `CodedPool` keeps them.
+
+    Raises QuantizerError for a quantizer whose tokens cannot be stored.
+    """
+    if not isinstance(quantizer, CodedQuantizer) or why_not_packed(quantizer):
+        raise QuantizerError(f"quantizer {quantizer.name!r} {why_not_packed(quantizer) or 'has a layout of its own'}")
+    return token_layout(quantizer, "k", head_dim).nbytes, token_layout(quantizer, "v", v_head_dim).nbytes
 
 
 def choose_bands(

@@ -9,7 +9,7 @@ The pass id of a slot is one number for all layers and heads; the dither vectors
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -95,6 +95,24 @@ class PackedLayer:
     def residuals(self, slots: Tensor) -> None:
         """None for any `slots` [S]: the packed cache keeps no sketch."""
         return None
+
+    def head(self, kv_head: int) -> PackedLayer:
+        """The same buffers for one KV head only (Hkv = 1), sharing memory with these."""
+        mine = slice(kv_head, kv_head + 1)
+
+        def part(buffer: Tensor | None) -> Tensor | None:
+            return None if buffer is None else buffer[:, mine]
+
+        return replace(
+            self,
+            k=self.k[:, mine],
+            v=self.v[:, mine],
+            k_scale=self.k_scale[:, mine],
+            v_scale=self.v_scale[:, mine],
+            k_witness=part(self.k_witness),
+            k_bypass=part(self.k_bypass),
+            channels=None if self.channels is None else self.channels[mine],
+        )
 
     def exact_heads(self, slots: Tensor) -> Tensor:
         """bool [S, Hkv], all False: what is stored is codes."""

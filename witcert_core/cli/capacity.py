@@ -25,7 +25,9 @@ from witcert_core.evaluate.capacity import (
 from witcert_core.serving.models.attention import ModelAttention
 
 PIPE_WIDTH = 120
-_LAYOUT_HELP = "fp16, fp8, int8_dither, int8_dither_w, bypass:PAIRS or metered:QUANTIZER; repeat for several."
+_LAYOUT_HELP = (
+    "fp16, fp8, int8_dither, int8_dither_w, bypass:PAIRS, packed:QUANTIZER or metered:QUANTIZER; repeat for several."
+)
 
 
 def show(

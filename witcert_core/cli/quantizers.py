@@ -14,6 +14,7 @@ from rich.table import Table
 from witcert_core.errors import InputError, QuantizerError
 from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.quantizers import QuantizerRegistry
+from witcert_core.quantizers.coded import why_not_packed
 from witcert_core.quantizers.conformance import check_quantizer
 
 PIPE_WIDTH = 160
@@ -27,7 +28,7 @@ def show(
     if check and head_dim % 2:
         raise InputError(f"--head-dim is {head_dim}; --check rotates keys, which takes an even one")
     registry = quantizer_registry()
-    table = Table("name", "tier", f"bytes (D={head_dim})", "of 16 bit", "parameters", "from", box=SIMPLE)
+    table = Table("name", "tier", f"bytes (D={head_dim})", "of 16 bit", "packed", "parameters", "from", box=SIMPLE)
     for name in registry.names():
         table.add_row(name, *_row(registry, name, head_dim))
     Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
@@ -60,6 +61,7 @@ def _row(registry: QuantizerRegistry, name: str, head_dim: int) -> tuple[str, ..
         cls.tier + ("+w" if cls.stored_witness else ""),
         told,
         "" if size is None or isnan(size) else f"{size / exact:.1%}",
+        "" if registry.required(name) or why_not_packed(registry.get(name)) else "yes",
         ", ".join(registry.parameters(name)),
         registry.source(name),
     )

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from witcert_core.cache.capacity import PASS_ID_BYTES, side_bytes_per_head
+from witcert_core.cache.capacity import PASS_ID_BYTES, coded_bytes, side_bytes_per_head
 from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.errors import InputError, UnsupportedError, did_you_mean, listed
 from witcert_core.evaluate.settings import parse_quantizer
 from witcert_core.policy.plugins import quantizer_registry
-from witcert_core.quantizers.base import Quantizer
+from witcert_core.quantizers.base import DitheredQuantizer, Quantizer
 from witcert_core.quantizers.layout import KVLayout
 from witcert_core.serving.models.attention import ModelAttention, describe
 from witcert_core.serving.models.files import CONFIG, read_config
@@ -67,7 +67,8 @@ def bytes_per_token(layout: str, shape: ModelAttention, tensor_parallel: int = 1
 
     layout: `fp16`, `fp8`; the packed `int8_dither`, `int8_dither_w` and `bypass:M` (M channel pairs of K in 16 bit),
     each with the slot's pass id; or `metered:QUANTIZER`, `metered:QUANTIZER@BITS`: a 16-bit pool in which that
-    quantizer is simulated, with all that the meter keeps beside it, sketches of so many bits included.
+    quantizer is simulated, with all that the meter keeps beside it, sketches of so many bits included; or
+    `packed:QUANTIZER`, `packed:QUANTIZER@BITS`: the codes of that quantizer with the same beside them.
     """
     name, _, argument = layout.partition(":")
     if layout in _PLAIN:
@@ -88,24 +89,31 @@ def bytes_per_token(layout: str, shape: ModelAttention, tensor_parallel: int = 1
             return found.bytes_per_token_head
 
         return _over_layers(shape, tensor_parallel, packed) + PASS_ID_BYTES
-    if name == "metered" and argument:
+    if name in ("metered", "packed") and argument:
         spec = parse_quantizer(argument)
         quantizer, bits = quantizer_registry().get(spec.name, spec.params), spec.sketch_bits or 0
+        if name == "packed" and isinstance(quantizer, DitheredQuantizer):
+            raise InputError(f"layout is {layout!r}; write {spec.name} alone, or bypass:PAIRS")
+        if name == "packed" and shape.latent_dim:
+            raise UnsupportedError(f"layout {layout}: of latents (MLA) int8_dither alone has packed storage")
         if quantizer.bypass_pairs:
             raise InputError(f"layout is {layout!r}, but {spec.name} has packed storage only; write bypass:PAIRS")
 
         def side(k: int, v: int) -> int:
             return side_bytes_per_head(quantizer, shape.rotary(k), v, 2, bits)
 
+        def coded(k: int, v: int) -> int:
+            return sum(coded_bytes(quantizer, k, v))
+
         flag = 0 if QuantizeSchedule.of(quantizer).immediate else 1  # whether a token waits to be quantized
-        return (
-            bytes_per_token("fp16", shape, tensor_parallel)
-            + _over_layers(shape, tensor_parallel, side)
-            + (PASS_ID_BYTES + flag)
-        )
+        if name == "packed":
+            kept = _over_layers(shape, tensor_parallel, coded)
+        else:
+            kept = bytes_per_token("fp16", shape, tensor_parallel)
+        return kept + _over_layers(shape, tensor_parallel, side) + PASS_ID_BYTES + flag
     raise InputError(
-        f"layout is {layout!r}{did_you_mean(layout, LAYOUTS)}; allowed are {listed(LAYOUTS)}, bypass:PAIRS and "
-        "metered:QUANTIZER"
+        f"layout is {layout!r}{did_you_mean(layout, LAYOUTS)}; allowed are {listed(LAYOUTS)}, bypass:PAIRS, "
+        "metered:QUANTIZER and packed:QUANTIZER"
     )
 
 

@@ -32,6 +32,7 @@ from witcert_core.policy.messages import describe_validation_error
 from witcert_core.policy.plugins import gate_registry, quantizer_registry
 from witcert_core.quantizers import Quantizer
 from witcert_core.quantizers.base import DitheredQuantizer, Tier
+from witcert_core.quantizers.coded import why_not_packed
 from witcert_core.quantizers.engine import EnginePrecision
 
 MAX_LAYER = 65_535
@@ -244,10 +245,10 @@ class Policy(_Section):
                 f"meter.sketch_bits: is {self.meter.sketch_bits}, but meter.tier is 'probabilistic', whose bound is "
                 "from the law and not from sketches; allowed: 0, or meter.tier 'auto' or 'deterministic'"
             )
-        if self.meter.sketch_bits and self.quantizer.storage == "packed":
+        if self.meter.sketch_bits and self.quantizer.storage == "packed" and not self.stores_parts:
             raise ValueError(
-                f"meter.sketch_bits: is {self.meter.sketch_bits}, but the packed cache keeps no sketches; allowed: 0, "
-                "or quantizer.storage 'simulated'"
+                f"meter.sketch_bits: is {self.meter.sketch_bits}, but the packed cache of {self.quantizer.name!r} "
+                "keeps no sketches; allowed: 0, or quantizer.storage 'simulated'"
             )
 
     def _check_audits(self) -> None:
@@ -278,10 +279,10 @@ class Policy(_Section):
             )
 
     def _check_bands(self) -> None:
-        if self.meter.bands is not None and self.quantizer.storage == "packed":
+        if self.meter.bands is not None and self.quantizer.storage == "packed" and not self.stores_parts:
             raise ValueError(
-                f"meter.bands: is {self.meter.bands}, but the packed cache keeps no bands; allowed: null, or "
-                "quantizer.storage 'simulated'"
+                f"meter.bands: is {self.meter.bands}, but the packed cache of {self.quantizer.name!r} keeps no bands; "
+                "allowed: null, or quantizer.storage 'simulated'"
             )
 
     def _check_storage(self) -> None:
@@ -292,10 +293,10 @@ class Policy(_Section):
                     "its codes; allowed: 'packed', or a quantizer without bypass"
                 )
             return
-        if not isinstance(self._quantizer, DitheredQuantizer):
+        if why := why_not_packed(self._quantizer):
             raise ValueError(
-                f"quantizer.storage: is 'packed', but quantizer {self.quantizer.name!r} has no packed layout; "
-                "allowed: 'simulated', or a dithered quantizer such as 'int8_dither'"
+                f"quantizer.storage: is 'packed', but quantizer {self.quantizer.name!r} {why}; allowed: "
+                "'simulated', or what `witcert quantizers` calls packed, such as 'int8_dither' or 'int4_token_group'"
             )
         if self.quantizer.layers is not None:
             raise ValueError(
@@ -346,8 +347,13 @@ class Policy(_Section):
         """
         if self.meter.sketch_bits is not None:
             return self.meter.sketch_bits
-        usable = self.meter.tier != "probabilistic" and self.quantizer.storage == "simulated"
+        usable = self.meter.tier != "probabilistic" and (self.quantizer.storage == "simulated" or self.stores_parts)
         return GATE_SKETCH_BITS if self._gate.repairs and usable else 0
+
+    @property
+    def stores_parts(self) -> bool:
+        """Whether the pool holds the parts of a coded quantizer, with a witness beside them."""
+        return self.quantizer.storage == "packed" and not isinstance(self._quantizer, DitheredQuantizer)
 
     @property
     def repairs(self) -> bool:

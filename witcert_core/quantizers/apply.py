@@ -6,6 +6,9 @@ forth are part of what is measured: witnesses compare what is stored with what t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -86,8 +89,15 @@ def _needed(quantizer: Quantizer, table: RotaryTable | None, layer: int) -> Rota
 
 
 def _called(quantizer: Quantizer, x: Tensor, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
-    try:
+    with named(quantizer, kind, x, layer):
         return quantizer.fake_quantize(x, kind=kind, layer=layer, positions=positions, ctx=ctx)
+
+
+@contextmanager
+def named(quantizer: Quantizer, kind: Kind, x: Tensor, layer: int) -> Iterator[None]:
+    """Whatever a quantizer raises over x becomes a QuantizerError of one line that names it."""
+    try:
+        yield
     except (WitCertError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from witcert_core.cache import capacity as capacity
+    from witcert_core.cache.coded import CodedLayer as CodedLayer
     from witcert_core.cache.packed import PackedLayer as PackedLayer
     from witcert_core.cache.packed import of_latents as of_latents
     from witcert_core.cache.protocols import Pool as Pool
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
 
 _HOMES: dict[str, tuple[str, ...]] = {
     "witcert_core.cache": ("capacity",),
+    "witcert_core.cache.coded": ("CodedLayer",),
     "witcert_core.cache.packed": ("PackedLayer", "of_latents"),
     "witcert_core.cache.protocols": ("Pool",),
     "witcert_core.cache.schedule": ("QuantizeSchedule",),

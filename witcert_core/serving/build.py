@@ -3,7 +3,7 @@
 | tokens live in | rows are summed up by kernels, where they run, unless | and beside a gate that repairs |
 |---|---|---|
 | `simulated`: the engine's own pool | the policy asks for sketches, the extremal form or a stored witness, or the pool has no pages that they read | the gate's own sums, in torch |
-| `packed`: codes in the engine's pool | never on a GPU; on a CPU, codes of a quantizer's own or the extremal form | kernels write, and attend rows of which the gate looks at none |
+| `packed`: codes in the engine's pool | they are a coded quantizer's; on a CPU, a dithered one's of its own, or the extremal form | kernels write, and attend rows of which the gate looks at none |
 | `engine`: the engine's own quantized pool | as simulated, or the pass has rows that read themselves exactly | refused by the policy |
 
 On a CPU nothing is refused for the kernels' sake: what they cannot do, or where they cannot be compiled, plain torch does,
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from witcert_core.cache.coded import CodedLayer, CodedPool
 from witcert_core.cache.exact_copies import ExactCopies
 from witcert_core.cache.packed import PackedKV, PackedLayer
 from witcert_core.cache.protocols import Pool, StoredErrors
@@ -22,6 +23,7 @@ from witcert_core.errors import UnsupportedError
 from witcert_core.kernels.host.dispatch import interpreting, serving_kernels, without_kernels
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
+from witcert_core.quantizers.coded import CodedQuantizer
 from witcert_core.quantizers.int8_dither import Int8Dither
 from witcert_core.serving.cache import Cache
 from witcert_core.serving.device.certify import KernelSums, PagedPool
@@ -33,14 +35,15 @@ from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.storage.accounts import exact_copies
 from witcert_core.serving.storage.acts import Acts, Gating, Observing, Summer, TorchSums
 from witcert_core.serving.storage.attended import Attended, Rewritten, Storage, nothing_rewritten
+from witcert_core.serving.storage.coded import CodedStorage
 from witcert_core.serving.storage.engine import EngineStorage
 from witcert_core.serving.storage.exact_blocks import RepairedCache
 from witcert_core.serving.storage.packed import PackedStorage
 from witcert_core.serving.storage.repair import BlockRepairer
 from witcert_core.serving.storage.simulated import SimulatedStorage
 
-Buffers = Mapping[int, PackedLayer]
-"""A packed pool, by global layer id."""
+Buffers = Mapping[int, PackedLayer | CodedLayer]
+"""A packed pool, by global layer id: all of one kind."""
 
 
 def build_cache(
@@ -68,7 +71,8 @@ def build_cache(
             raise UnsupportedError(
                 f"quantizer.storage is {policy.quantizer.storage!r} over a pool of codes; set it to 'packed'"
             )
-        storage, acts = _packed(policy, geometry, pool, encoder, len(metered), by_torch)
+        made = _coded if policy.stores_parts else _packed
+        storage, acts = made(policy, geometry, pool, encoder, len(metered), by_torch)
     elif policy.quantizer.storage == "packed":
         raise UnsupportedError(
             f"quantizer.storage is 'packed', and the pool of {geometry.backend} does not hold codes; set 'simulated'"
@@ -97,6 +101,8 @@ def why_torch(policy: Policy, device: str, *channels: int) -> str | None:
     if why := without_kernels(device, *channels):
         return why
     packed, quantizer = policy.quantizer.storage == "packed", policy.resolved_quantizer
+    if policy.stores_parts:
+        return f"quantizer {quantizer.name!r} brings its own codes"
     if packed and not policy.repairs and by_triton(device):
         return None
     if packed and not isinstance(quantizer, Int8Dither):
@@ -138,10 +144,28 @@ class ByTorchWhereExact:
         return chosen.sums(attended, now, deltas)
 
 
+def _coded(
+    policy: Policy, geometry: Geometry, layers: Buffers, encoder: Encoder, num_metered: int, _by_torch: str | None
+) -> tuple[Storage, Acts]:
+    quantizer = encoder.quantizer
+    own = {number: layer for number, layer in layers.items() if isinstance(layer, CodedLayer)}
+    if not isinstance(quantizer, CodedQuantizer) or len(own) < len(layers) or geometry.latent:
+        raise UnsupportedError(
+            f"the pool of {geometry.backend} has no room for the codes of quantizer {quantizer.name!r}; set "
+            "quantizer.storage to 'simulated'"
+        )
+    copies = exact_copies(policy, geometry) if policy.repairs else None
+    storage = CodedStorage(policy, geometry, CodedPool(own, quantizer, encoder.contexts), encoder, copies)
+    if copies is None or storage.repaired is None:
+        return storage, Observing(TorchSums(policy.meter.form))
+    return storage, Gating(_repairer(policy, storage.repaired, copies, num_metered), storage.repaired)
+
+
 def _packed(
     policy: Policy, geometry: Geometry, layers: Buffers, encoder: Encoder, num_metered: int, by_torch: str | None
-) -> tuple[PackedStorage, Acts]:
-    cache = PackedKV(layers, encoder.pass_ids, encoder.dither_key, geometry.kv_head_ids, geometry.rotary)
+) -> tuple[Storage, Acts]:
+    own = {number: layer for number, layer in layers.items() if isinstance(layer, PackedLayer)}
+    cache = PackedKV(own, encoder.pass_ids, encoder.dither_key, geometry.kv_head_ids, geometry.rotary)
     kernels = None
     if by_torch is None:
         _check_kernels_can(policy, encoder.quantizer)
@@ -150,7 +174,7 @@ def _packed(
         # Where kernels attend, their sums come with the outputs.
         return PackedStorage(policy, geometry, cache, encoder, kernels), Observing(TorchSums(policy.meter.form))
     copies = exact_copies(policy, geometry)
-    repaired = RepairedCache(cache, copies, geometry.num_slots, geometry.num_kv_heads)
+    repaired = RepairedCache(cache, copies, geometry)
     gate = Gating(_repairer(policy, repaired, copies, num_metered), repaired)
     return PackedStorage(policy, geometry, cache, encoder, kernels, repaired), gate
 

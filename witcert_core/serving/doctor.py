@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from witcert_core.cache.capacity import side_bytes_per_head
+from witcert_core.cache.capacity import coded_bytes, side_bytes_per_head
 from witcert_core.cache.schedule import QuantizeSchedule
 from witcert_core.errors import InputError, UnsupportedError
 from witcert_core.kernels.host.dispatch import serving_kernels
@@ -213,6 +213,13 @@ def memory(model: ServedModel) -> str:
     latent = model.attention.latent_dim  # a row a token, and values are a part of it
     heads = (1 if latent else model.num_kv_heads) * len(model.layers)
     exact = format_bytes((width if latent else 2 * width) * model.dtype.itemsize * heads)
+    rotary = model.attention.rotary(width)
+    beside = side_bytes_per_head(
+        quantizer, rotary, latent or width, model.dtype.itemsize, policy.sketch_bits, policy.meter.bands
+    )
+    if policy.stores_parts:
+        kept = format_bytes((sum(coded_bytes(quantizer, width, width)) + beside) * heads)
+        return f"{kept} a token, witnesses included, instead of {exact}"
     if policy.quantizer.storage == "packed":
         layout = KVLayout(
             width,
@@ -221,10 +228,6 @@ def memory(model: ServedModel) -> str:
             values_in_keys=bool(latent),
         )
         return f"{format_bytes(layout.bytes_per_token_head * heads)} a token, witnesses included, instead of {exact}"
-    rotary = model.attention.rotary(width)
-    beside = side_bytes_per_head(
-        quantizer, rotary, latent or width, model.dtype.itemsize, policy.sketch_bits, policy.meter.bands
-    )
     return f"{format_bytes(beside * heads)} of witnesses a token beside {exact} of keys and values"
 
 

@@ -60,7 +60,7 @@ class Encoder:
         self.pass_ids = pass_ids
         self.dither_key = dither_key
         self.tables = tables
-        self._contexts: dict[Kind, QuantContext] = {kind: self._context(kind) for kind in KINDS}
+        self.contexts: dict[Kind, QuantContext] = {kind: self._context(kind) for kind in KINDS}
 
     def encode(
         self,
@@ -76,7 +76,7 @@ class Encoder:
         Of a latent cache keys alone are quantized; values are read out of them.
         states: of a calibrated quantizer, for keys and values, [N, Hkv, W] each.
         """
-        k, v = self._contexts["k"], self._contexts["v"]
+        k, v = self.contexts["k"], self.contexts["v"]
         if not self.geometry.latent and self.quantizer.kinds_alike and exact_k.shape == exact_v.shape:
             keys, values = apply.fake_quantize_both(
                 self.quantizer,
@@ -107,7 +107,7 @@ class Encoder:
             kind=kind,
             layer=layer,
             positions=torch.arange(exact.shape[0], device=exact.device),
-            ctx=self._contexts[kind],
+            ctx=self.contexts[kind],
             table=self._table(layer),
         )
 

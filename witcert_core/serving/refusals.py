@@ -90,12 +90,13 @@ CACHE_ROWS: tuple[Refusal[Any], ...] = (
         "use a quantizer of keys after RoPE",
     ),
     Refusal(
-        "`quantizer.storage: packed` on the CPU, or under a gate that repairs, with logit caps, windows or sinks",
+        "`quantizer.storage: packed` on the CPU, under a gate that repairs or of a quantizer without dither, with "
+        "logit caps, windows or sinks",
         "plain torch attends there, without them (found in the first pass)",
         "set `quantizer.storage` to 'simulated'",
     ),
     Refusal(
-        "`quantizer.storage: packed` on a GPU with `meter.form: extremal` or a quantizer with codes of its own",
+        "`quantizer.storage: packed` of a dithered quantizer on a GPU, with `meter.form: extremal` or codes of its own",
         "the kernels write `int8_dither` and its variants, and give sums, not tokens",
         "set `quantizer.storage` to 'simulated'",
     ),

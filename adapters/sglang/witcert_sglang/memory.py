@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from witcert_core import Policy, Quantizer, RotarySpec
+from witcert_core import Policy, RotarySpec
 from witcert_core.serving import KVLayout, QuantizeSchedule, capacity
 from witcert_sglang.geometry import rotary_dim
 
@@ -17,15 +17,14 @@ def local_kv_heads(kvc: Any) -> int:
     return heads
 
 
-def packed_layout(quantizer: Quantizer, head_dim: int) -> KVLayout:
-    """The bytes of a token and KV head in the packed pool: 272 at head_dim 128."""
-    return KVLayout(head_dim, stored_witness=quantizer.stored_witness, bypass_pairs=quantizer.bypass_pairs)
-
-
-def packed_bytes_per_token(quantizer: Quantizer, kvc: Any, num_layers: int) -> int:
-    """The same for all layers and local heads, and the token's pass id."""
-    layout = packed_layout(quantizer, kvc.model_config.head_dim)
-    return capacity.packed_bytes_per_token(layout, local_kv_heads(kvc), num_layers)
+def packed_bytes_per_token(policy: Policy, kvc: Any, num_layers: int) -> int:
+    """Bytes of a token in a packed pool, all layers and local heads: codes, what is kept beside them, its pass id."""
+    quantizer, config, heads = policy.resolved_quantizer, kvc.model_config, local_kv_heads(kvc)
+    if policy.stores_parts:
+        both = sum(capacity.coded_bytes(quantizer, config.head_dim, config.v_head_dim))
+        return both * heads * num_layers + side_bytes_per_token(policy, kvc, num_layers)
+    layout = KVLayout(config.head_dim, stored_witness=quantizer.stored_witness, bypass_pairs=quantizer.bypass_pairs)
+    return capacity.packed_bytes_per_token(layout, heads, num_layers)
 
 
 def side_bytes_per_token(policy: Policy, kvc: Any, num_layers: int) -> int:

@@ -69,7 +69,7 @@ def hooks(policy: Policy, scheduler: SchedulerProcess) -> list[Hook]:
             Hook(
                 _BUILD_METHOD,
                 "around",
-                packed.around_build_method(policy.resolved_quantizer),
+                packed.around_build_method(policy),
                 "every",
                 ("self", "num_layers"),
             ),

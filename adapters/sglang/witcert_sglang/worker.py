@@ -85,7 +85,7 @@ class SchedulerProcess:
         if kvc.is_draft_worker:
             return result
         if self.policy.quantizer.storage == "packed":
-            return packed_bytes_per_token(self.quantizer, kvc, num_layers)
+            return packed_bytes_per_token(self.policy, kvc, num_layers)
         return result + side_bytes_per_token(self.policy, kvc, num_layers)
 
     def after_window_sizes(self, _result: None, configurator: Any, kvc: Any) -> None:

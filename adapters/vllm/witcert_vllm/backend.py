@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
         )
     cls = metered(stock, own_pages=packed)
     if packed:
-        cls = packed_backend(cls, policy.resolved_quantizer)
+        cls = packed_backend(cls, policy)
     cls.__module__, cls.__qualname__ = __name__, name  # the path by which vLLM finds it again
     return cls
 

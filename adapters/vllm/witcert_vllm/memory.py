@@ -39,7 +39,7 @@ def bytes_per_block(policy: Policy, vllm_config: Any, specs: Mapping[str, Any]) 
 def side_bytes_per_token(policy: Policy, vllm_config: Any, specs: Sequence[Any]) -> int:
     """Bytes of a token in the side tensors of the layers of a cache group on this rank, plus its pass id."""
     quantizer, model = policy.resolved_quantizer, vllm_config.model_config
-    if policy.quantizer.storage == "packed":
+    if policy.quantizer.storage == "packed" and not policy.stores_parts:
         return capacity.PASS_ID_BYTES
     spec = specs[0]
     latent = model.hf_text_config.kv_lora_rank if model.use_mla else 0

@@ -1,4 +1,4 @@
-"""vLLM's cache as a packed INT8 cache: what vLLM is told of a token's bytes, and its memory as codes and scales.
+"""vLLM's cache as a packed one, of dithered INT8 or of a coded quantizer's bytes: what vLLM is told, and its memory.
 
 vLLM counts `[BLOCKS, N, Hkv, bytes]` for a layer and hands out slots. Within that memory each field of all slots lies
 by itself, as kernels read it: vLLM neither copies nor clears the blocks of a cache of one kind.
@@ -14,9 +14,9 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from witcert_core import Quantizer
+from witcert_core import Policy, Quantizer
 from witcert_core.errors import UnsupportedError
-from witcert_core.serving import KVLayout, PackedLayer, of_latents
+from witcert_core.serving import CodedLayer, KVLayout, PackedLayer, capacity, of_latents
 
 
 def layout_of(quantizer: Quantizer, head_dim: int, latent: bool = False) -> KVLayout:
@@ -29,21 +29,24 @@ def layout_of(quantizer: Quantizer, head_dim: int, latent: bool = False) -> KVLa
     )
 
 
-def packed_backend(base: type[Any], quantizer: Quantizer) -> type[Any]:
-    """The backend class `base` with pages of codes and scales."""
-
-    return type(f"Packed{base.__name__}", (PackedBackend, base), {"quantizer": quantizer})
+def packed_backend(base: type[Any], policy: Policy) -> type[Any]:
+    """The backend class `base` with pages of codes."""
+    return type(f"Packed{base.__name__}", (PackedBackend, base), {"policy": policy})
 
 
 class PackedBackend(AttentionBackend):
-    """What is added to a backend whose pages hold codes and scales."""
+    """What is added to a backend whose pages hold codes."""
 
-    quantizer: Quantizer
+    policy: Policy
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """vLLM computes capacity from these bytes, and says so in its log."""
-        size = layout_of(cls.quantizer, spec.head_size, cls.is_mla()).bytes_per_token_head
+        quantizer = cls.policy.resolved_quantizer
+        if cls.policy.stores_parts:
+            size = sum(capacity.coded_bytes(quantizer, spec.head_size, spec.head_size_v))
+        else:
+            size = layout_of(quantizer, spec.head_size, cls.is_mla()).bytes_per_token_head
         return replace(spec, dtype=torch.int8, state_content_bytes=size)
 
     @classmethod
@@ -51,14 +54,26 @@ class PackedBackend(AttentionBackend):
         return (KVCacheLayout.LBNHC,)
 
 
+def _by_slot(kv_cache: Tensor) -> Tensor:
+    """Pages [BLOCKS, N, Hkv, bytes] of a layer's cache [BLOCKS, Hkv, N, bytes]."""
+    pages = kv_cache.transpose(1, 2)
+    if not pages.is_contiguous():
+        raise UnsupportedError("vLLM did not lay its pages out by slot, so they cannot be packed; unset WITCERT_POLICY")
+    return pages
+
+
+def coded_layer(kv_cache: Tensor, k_bytes: int) -> CodedLayer:
+    """The bytes inside a layer's cache [BLOCKS, Hkv, N, bytes] int8: those of a key, then those of its value."""
+    rows = _by_slot(kv_cache).flatten(0, 1)
+    return CodedLayer(rows[..., :k_bytes], rows[..., k_bytes:])
+
+
 def packed_layer(kv_cache: Tensor, layout: KVLayout, model_dtype: torch.dtype, latent_dim: int = 0) -> PackedLayer:
     """The buffers inside a layer's cache [BLOCKS, Hkv, N, bytes] int8; every slot is marked as never written.
 
     model_dtype: what bypassed channels are kept in. latent_dim: of values that are the leading channels of keys.
     """
-    pages = kv_cache.transpose(1, 2)
-    if not pages.is_contiguous():
-        raise UnsupportedError("vLLM did not lay its pages out by slot, so they cannot be packed; unset WITCERT_POLICY")
+    pages = _by_slot(kv_cache)
     num_slots, num_heads = pages.shape[0] * pages.shape[1], pages.shape[2]
     memory, fields = pages.view(-1), layout.fields()
 

@@ -16,7 +16,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 import witcert_core
 from witcert_core import Policy
 from witcert_core.errors import UnsupportedError, WitCertError
-from witcert_core.serving import Buffers, banner_text, in_one_line, refuse, rotary_tables
+from witcert_core.serving import Buffers, banner_text, capacity, in_one_line, refuse, rotary_tables
 from witcert_vllm import process
 from witcert_vllm.backend import described, is_stock, take_over
 from witcert_vllm.drafts import check_own_layers, own_layers, without_law
@@ -33,7 +33,7 @@ from witcert_vllm.geometry import (
 )
 from witcert_vllm.installation import current
 from witcert_vllm.memory import bytes_per_block
-from witcert_vllm.packed import layout_of, packed_layer
+from witcert_vllm.packed import coded_layer, layout_of, packed_layer
 from witcert_vllm.pool import LatentPool, PagePool, check_layout, cpu_views, engine_pool, plain_views
 from witcert_vllm.refusals.model import untried_device
 from witcert_vllm.refusals.server import BACKENDS
@@ -156,7 +156,10 @@ def build_runtime(policy: Policy, vllm_config: Any, model: Any, groups: Iterable
     geometry, *others = (read_geometry(vllm_config, of, window, ranks.rank, ranks.size) for of, window in grouped)
     quantizer, tables = policy.resolved_quantizer, None
     pool: PagePool | LatentPool | Buffers
-    if policy.quantizer.storage == "packed":
+    if policy.stores_parts:
+        k_bytes, _ = capacity.coded_bytes(quantizer, geometry.head_dim, geometry.v_head_dim)
+        pool = {ids[name]: coded_layer(layer.kv_cache, k_bytes) for name, layer in layers.items()}
+    elif policy.quantizer.storage == "packed":
         layout, dtype = layout_of(quantizer, geometry.head_dim, latent), geometry.pool_dtype
         caches = {name: layer.kv_cache[:, None] if latent else layer.kv_cache for name, layer in layers.items()}
         pool = {

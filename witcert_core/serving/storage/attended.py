@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from witcert_core.errors import UnsupportedError
 from witcert_core.meter.audit import FormatError, Read
 from witcert_core.meter.protocols import Radii
 from witcert_core.serving.calls import AttentionCall
@@ -98,6 +99,15 @@ class Storage(Protocol):
     def status(self) -> dict[str, int]:
         """Its memory, for the banner."""
         ...
+
+
+def attends_plainly(call: AttentionCall) -> None:
+    """Raise UnsupportedError for a layer that plain torch over a packed cache would attend otherwise than the model."""
+    if call.spec.logits_soft_cap or call.spec.window_left >= 0 or call.spec.has_sink:
+        raise UnsupportedError(
+            f"layer {call.layer} uses a logit cap, a sliding window or sinks: the packed cache "
+            "attends to all tokens plainly; set quantizer.storage to 'simulated'"
+        )
 
 
 def nothing_rewritten(*_rewrite: Any) -> None:

@@ -10,12 +10,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from witcert_core.cache.exact_copies import ExactCopies
-from witcert_core.cache.packed import PackedKV, PackedLayer
+from witcert_core.meter.protocols import Radii
+from witcert_core.serving.geometry import Geometry
+
+
+class HeadRadii(Radii, Protocol):
+    """The radii of a layer, or of one of its KV heads."""
+
+    def head(self, kv_head: int) -> HeadRadii: ...
+
+
+class Codes(Protocol):
+    """A packed cache: what its codes stand for, and how far they may be off, by global layer id."""
+
+    def __getitem__(self, layer: int) -> HeadRadii: ...
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """k [S, Hkv, D] and v [S, Hkv, Dv] float32 of `slots` [S]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,14 +51,13 @@ class RepairedCache:
     Shapes: SLOTS slots, S of them read, Hkv KV heads, D head_dim, Dv v_head_dim.
     """
 
-    def __init__(self, cache: PackedKV, copies: ExactCopies, num_slots: int, num_kv_heads: int) -> None:
+    def __init__(self, cache: Codes, copies: ExactCopies, geometry: Geometry) -> None:
         self.cache = cache
         self.copies = copies
-        self.num_slots = num_slots
-        self.num_kv_heads = num_kv_heads
+        self.num_slots = geometry.num_slots
+        shape = geometry.num_slots, geometry.num_kv_heads
         self._restored = {
-            number: torch.zeros(num_slots, num_kv_heads, dtype=torch.bool, device=layer.k.device)
-            for number, layer in cache.layers.items()
+            layer: torch.zeros(shape, dtype=torch.bool, device=geometry.device) for layer in geometry.layers
         }
         self._own: _Own | None = None
 
@@ -52,6 +69,12 @@ class RepairedCache:
         for restored in self._restored.values():
             restored[slots] = False
         self.copies.claim(slots)
+
+    def forget(self, slots: Tensor) -> None:
+        """The engine put other tokens into `slots` [N], of which there are no copies."""
+        for restored in self._restored.values():
+            restored[slots] = False
+        self.copies.drop(slots)
 
     @contextmanager
     def chunk(self, slots: Tensor, k: Tensor, v: Tensor) -> Iterator[None]:
@@ -120,9 +143,13 @@ class RepairedLayer:
         """Part of `Radii`."""
         return self._codes().value_radius(slots).masked_fill(self.exact_heads(slots), 0.0)
 
-    def residuals(self, slots: Tensor) -> None:
-        """None for any `slots` [S]: codes bound their own residual, so nothing estimates it."""
-        return None
+    def residuals(self, slots: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Part of `Radii`: of codes, where the cache keeps sketches; 0 where a head is exact."""
+        found = self._codes().residuals(slots)
+        if found is None:
+            return None
+        exact = self.exact_heads(slots)[..., None]
+        return found[0].masked_fill(exact, 0.0), found[1].masked_fill(exact, 0.0)
 
     def is_exact(self, slots: Tensor) -> Tensor:
         """bool [S]: whether every head here of `slots` [S] is exact."""
@@ -136,14 +163,6 @@ class RepairedLayer:
         """bool [S, Hkv]: heads that are read from their exact copies, or of the chunk that is being computed."""
         return self.owner.exact(self.layer, slots)[:, self.heads]
 
-    def _codes(self) -> PackedLayer:
-        packed, heads = self.owner.cache[self.layer], self.heads
-        return PackedLayer(
-            packed.k[:, heads],
-            packed.v[:, heads],
-            packed.k_scale[:, heads],
-            packed.v_scale[:, heads],
-            None if packed.k_witness is None else packed.k_witness[:, heads],
-            None if packed.k_bypass is None else packed.k_bypass[:, heads],
-            None if packed.channels is None else packed.channels[heads],
-        )
+    def _codes(self) -> HeadRadii:
+        layer = self.owner.cache[self.layer]
+        return layer if self.heads == slice(None) else layer.head(self.heads.start)

@@ -27,7 +27,7 @@ from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.forward import Pass
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.storage.accounts import copies_status
-from witcert_core.serving.storage.attended import Attended
+from witcert_core.serving.storage.attended import Attended, attends_plainly
 from witcert_core.serving.storage.exact_blocks import RepairedCache
 from witcert_core.serving.storage.gathered import Gathered, gather
 from witcert_core.serving.storage.outliers import OutlierChoice
@@ -152,11 +152,7 @@ class PackedStorage:
         return sorted({row.request for row in now.plan.rows})
 
     def _gather(self, call: AttentionCall, now: Pass, late: AttentionCall | None, in_torch: Sequence[int]) -> Gathered:
-        if call.spec.logits_soft_cap or call.spec.window_left >= 0 or call.spec.has_sink:
-            raise UnsupportedError(
-                f"layer {call.layer} uses a logit cap, a sliding window or sinks: the packed cache "
-                "attends to all tokens plainly; set quantizer.storage to 'simulated'"
-            )
+        attends_plainly(call)
         source = self.cache if self.repaired is None else self.repaired
         wanted = set(in_torch)
         requests = [slots if i in wanted else slots[:0] for i, slots in enumerate(now.plan.requests)]

@@ -250,7 +250,8 @@ def _captured(server: Server) -> str:
 
 def _captured_elsewhere(server: Server) -> str | bool:
     backends = server.args.attention_backend, server.args.decode_attention_backend or server.args.attention_backend
-    return (not server.packed or backends != ("triton", "triton")) and _captured(server)
+    by_kernels = server.packed and not server.policy.stores_parts
+    return (not by_kernels or backends != ("triton", "triton")) and _captured(server)
 
 
 def _audited(server: Server) -> str | bool:
@@ -261,9 +262,8 @@ def _audited(server: Server) -> str | bool:
 
 GRAPH_ROWS: tuple[Refusal[Server], ...] = (
     Refusal(
-        "CUDA graphs without `quantizer.storage: packed` and `--attention-backend triton`",
-        "replayed passes run no Python, so nothing would be measured but with `quantizer.storage: packed` and "
-        "`--attention-backend triton`",
+        "CUDA graphs without `quantizer.storage: packed` of `int8_dither` and `--attention-backend triton`",
+        "replayed passes run no Python, so nothing would be measured but what kernels of ours attend",
         "add `--disable-cuda-graph`",
         _captured_elsewhere,
     ),

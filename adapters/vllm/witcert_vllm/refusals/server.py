@@ -236,6 +236,16 @@ CONFIG_ROWS: tuple[Refusal[Resolved], ...] = (
         lambda found: found.config.model_config.use_mla and _unseen_writes(found),
     ),
     Refusal(
+        "`quantizer.storage: packed` of latents (MLA) with a quantizer that is not dithered",
+        "a value is a part of its key there, and is not stored again",
+        "name `int8_dither`, or set `quantizer.storage` to 'simulated'",
+        lambda found: (
+            found.config.model_config.use_mla
+            and found.policy.stores_parts
+            and f"packed latents (MLA) with quantizer.name: {found.policy.quantizer.name}"
+        ),
+    ),
+    Refusal(
         "packed latents (MLA) with prefix caching or chunked prefill, which a CPU does not have there",
         "vLLM multiplies a prefix out of its own cache, which only the meter's attention reads",
         "use `--no-enable-prefix-caching` and `--no-enable-chunked-prefill`, or set `quantizer.storage` to 'simulated'",
