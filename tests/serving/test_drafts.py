@@ -123,6 +123,21 @@ def test_every_metered_row_spends_and_its_dither_is_its_passs_own() -> None:
     assert summary["tier"] == "probabilistic"
 
 
+def test_a_broken_bound_of_a_rejected_row_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine("int4_token_group", meter={"stride": 1, "audit_every": 1})
+    engine.step(0, list(range(PROMPT)), 0, True, 0)
+    settle = StepCells.settle
+
+    def settled(step: StepCells) -> None:
+        settle(step)
+        step.layers[0].meter[1] = 0.0  # the draft's
+
+    monkeypatch.setattr(StepCells, "settle", settled)
+    engine.step(PROMPT, [PROMPT, WRONG], 1, False, 0)
+    audit = engine.runtime.finish("r", "stop")["audit"]
+    assert (audit["cells"], audit["violations"]) == (HEADS, HEADS)
+
+
 def test_drafts_that_follow_from_the_cache_leave_the_deterministic_tier() -> None:
     summary = Engine("int8_dither", ADAPTIVE_DRAFTS, meter={"stride": 1, "audit_every": 1}).serve(random.Random(2))
     assert (summary["tier"], summary["delta"]["spent"], summary["audit"]["violations"]) == ("deterministic", 0, 0)

@@ -43,6 +43,7 @@ def calls() -> dict[str, list[object]]:
         "cells_sketched": ["q", BoundedBySketches(pair(0.0, 0.2), pair(0.1, 1.5), pair(1.5, 9), 1)],
         "rows_not_sketched": [2, "no room"],
         "rows_unknown": [3],
+        "row_rejected": ["q", 1],
         "cells_unknown": ["q", 4],
         "request_finished": ["q", 0.5],
     }

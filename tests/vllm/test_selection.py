@@ -90,7 +90,8 @@ def test_a_backend_that_is_not_wrapped_is_refused() -> None:
         num_kv_heads=2,
         sliding_window=None,
     )
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"l.0": layer}))
+    compilation = SimpleNamespace(static_forward_context={"l.0": layer})
+    config = SimpleNamespace(compilation_config=compilation, speculative_config=None)
     with pytest.raises(UnsupportedError, match="FlexAttentionBackend"):
         attention_layers(config)
     layer.__dict__["impl"] = SimpleNamespace(witcert_metered=True)

@@ -228,7 +228,7 @@ class RequestState:
         delta_loc = float(cells.delta_loc[row])
         self.tier_cells["probabilistic" if delta_loc > 0 else "deterministic"] += meter.numel()
         if delta_loc > 0:
-            self._spend(delta_loc * every.numel())
+            self._spend(delta_loc, every.numel())
         self._rows_by_layer[layer] += 1
         new_row = self._count_row(layer)
         audit = audited, violations, outputs, mismatches
@@ -260,14 +260,21 @@ class RequestState:
         self.rows_metered += new_row
         return new_row
 
-    def _spend(self, delta: float) -> None:
-        self.delta_spent = math.nextafter(self.delta_spent + delta, math.inf)
+    def _spend(self, delta_loc: float, cells: int) -> None:
+        self.delta_spent = math.nextafter(self.delta_spent + delta_loc * cells, math.inf)
 
-    def count_rejected(self, delta_spent: float) -> None:
-        """A metered row of a draft that was wrong, whose cells spent so much together."""
+    def count_rejected(self, layers: Sequence[CellBatch], row: int) -> int:
+        """A metered row of a draft that was wrong: what it spent, and its violations, which it returns."""
         self.rows_rejected += 1
-        if delta_spent > 0:
-            self._spend(delta_spent)
+        violations = 0
+        for cells in layers:
+            if (delta_loc := float(cells.delta_loc[row])) > 0:
+                self._spend(delta_loc, self.num_heads)
+            if cells.tv_audit is not None:  # NaN where it was not audited
+                tv, floor = (x[row].to("cpu", torch.float64) for x in (cells.tv_audit, cells.floor))
+                violations += int(((tv > _meters(cells, row)) | (tv < floor)).sum())
+        self.audit.violations += violations
+        return violations
 
     def count_lost(self, layer: int, reason: str) -> None:
         """A row of which `layer` was to be measured and was not, though other layers were."""

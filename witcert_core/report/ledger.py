@@ -168,12 +168,12 @@ class RequestLedger:
         if self._jsonl is not None and self._policy.report.cells != "none":
             self._jsonl.write(unknown_record(request_id, rows, reason))
 
-    def count_rejected(self, request_id: str, delta_spent: float) -> None:
-        """Count a metered row of a draft that was wrong: of no text that is served, but its bounds could have failed.
-
-        delta_spent: the failure probability of all its cells.
-        """
-        self._state(request_id).count_rejected(delta_spent)
+    def count_rejected(self, request_id: str, layers: Sequence[CellBatch], row: int) -> None:
+        """Count row `row` of the batches of all layers, of a draft that was wrong: of no text that is served, but its
+        bounds could have failed."""
+        violations = self._state(request_id).count_rejected(layers, row)
+        if self._metrics is not None:
+            self._metrics.row_rejected(self._policy.quantizer.name, violations)
 
     def count_lost(self, request_id: str, layer: int, reason: str) -> None:
         """Count the cells of one row in `layer` that were to be measured and were not, though other layers were."""

@@ -62,7 +62,7 @@ class Metrics:
         self._damaged = counter(
             "witcert_cells_damaged", "Measured cells whose total variation is certainly above gate.tau", "quantizer"
         )
-        self._rows = counter("witcert_rows", "Query rows, metered or unknown", "status")
+        self._rows = counter("witcert_rows", "Query rows, metered or unknown, and those of wrong drafts", "status")
         self._audited = counter("witcert_audited_cells", "Cells compared with their true value", "quantizer")
         self._violations = counter(
             "witcert_audit_violations", "Audited cells whose true value exceeded the bound", "quantizer"
@@ -112,7 +112,7 @@ class Metrics:
             self._cells.labels(status, quantizer)
         for status in ("quantized", "exact"):
             self._tokens.labels(status, quantizer)
-        for status in ("metered", "unknown"):
+        for status in ("metered", "unknown", "rejected"):
             self._rows.labels(status)
         for why in ("probe", "policy"):
             self._probed.labels(why)
@@ -166,6 +166,10 @@ class Metrics:
 
     def rows_unknown(self, rows: int) -> None:
         self._rows.labels("unknown").inc(rows)
+
+    def row_rejected(self, quantizer: str, violations: int) -> None:
+        self._rows.labels("rejected").inc()
+        self._violations.labels(quantizer).inc(violations)
 
     def cells_unknown(self, quantizer: str, cells: int) -> None:
         self._cells.labels("unknown", quantizer).inc(cells)

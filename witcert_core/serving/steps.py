@@ -99,7 +99,7 @@ class StepCells:
     ) -> dict[int, str]:
         """Count the rows of the committed requests, by index in the batch. right: how many drafts of each were.
 
-        Rows of other drafts are of a text that is not served: nothing is counted of them but what they spent.
+        Rows of other drafts are of a text that is not served: counted are what they spent and what they broke.
         Returns, for those whose gate gave up in some layer, why.
         """
         right = right or {}
@@ -112,8 +112,7 @@ class StepCells:
             if row.request not in committed:
                 continue
             if not kept[number]:
-                spent = sum(float(cells.delta_loc[number]) * cells.meter.shape[1] for cells in self.layers.values())
-                ledger.count_rejected(self.request_ids[row.request], spent)
+                ledger.count_rejected(self.request_ids[row.request], list(self.layers.values()), number)
                 continue
             if self.lost and not self.layers:
                 ledger.count_unknown(self.request_ids[row.request], 1, next(iter(self.lost.values())))

@@ -19,6 +19,10 @@ _FORWARD = (*FORWARD, "output_scale")
 
 CONTRACT: tuple[Signature | Members, ...] = (
     Signature(f"{_V1}.worker.gpu_model_runner.GPUModelRunner._prepare_inputs", ("self", "scheduler_output")),
+    *(
+        Signature(f"{_V1}.worker.{runner}.GPUModelRunner.get_model", ("self",))
+        for runner in ("gpu_model_runner", "gpu.model_runner")
+    ),
     Signature(f"{_V1}.worker.gpu.model_runner.GPUModelRunner.prepare_attn", ("self", "input_batch")),
     Signature(f"{_V1}.attention.backends.registry.register_backend", ("backend", "class_path")),
     Signature(f"{_V1}.attention.backends.registry.AttentionBackendEnum.get_path", ("self", "include_classname")),

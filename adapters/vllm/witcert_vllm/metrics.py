@@ -66,6 +66,9 @@ class Recorder(Metrics):
     def rows_unknown(self, rows: int) -> None:
         self.events.append(["rows_unknown", rows])
 
+    def row_rejected(self, quantizer: str, violations: int) -> None:
+        self.events.append(["row_rejected", quantizer, violations])
+
     def cells_unknown(self, quantizer: str, cells: int) -> None:
         self.events.append(["cells_unknown", quantizer, cells])
 

@@ -93,7 +93,7 @@ class MeteredWorker(WorkerBase):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
         groups = attention_groups(kv_cache_config, self.vllm_config).values()
-        runtime = build_runtime(current(), self.vllm_config, self.model_runner.model, groups)
+        runtime = build_runtime(current(), self.vllm_config, self.model_runner.get_model(), groups)
         process.set_runtime(runtime)
         if runtime.ranks.reports:
             print(
