@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.published import FIGURES_OF_PAPERS
-from witcert_core.evaluate import coverage, sweep, trust
+from witcert_core.evaluate import coverage, risk_run, sweep, trust
 from witcert_core.evaluate.tables import interval, markdown_table
 from witcert_core.meter.bounds import FORM_NAMES
 from witcert_core.report.text import format_bytes, percent_down
@@ -167,36 +167,19 @@ def drift_block(found: Result) -> str:
 
 
 def risk_block(found: Result) -> str:
-    """What the chosen statistic is worth within each cache and across them, on requests it was not chosen on."""
-    curve, name = found["curve"], found["statistic"]
-    best = list(found["candidates"].items())[:6]
+    """Every statistic within caches and across them, and what the score in summaries is worth by cache."""
+    curve, chance = found["curve"], found["no_better_than_chance"]
     choice = [
-        [f"`{candidate}`", *(f"{x[half][kind]:.3f}" for half in x for kind in ("within", "across"))]
-        for candidate, x in best
+        [f"`{name}`", *(f"{x[half][kind]:.3f}" for half in ("chosen_on", "reported") for kind in ("within", "across"))]
+        for name, x in found["candidates"].items()
     ]
     columns = ("statistic", "within, chosen on", "across, chosen on", "within, reported", "across, reported")
-    rows = [_ranked(label, result, found["truth"][label]) for label, result in found["quantizers"].items()]
-    rows.append(_ranked("all together", found["across"], found["across_truth"]))
-    shown = ["model and KV cache", "requests", "changed", "rank correlation with KL", "AUROC of changed texts"]
-    shown += ["AUROC of lost needles", "rank correlation of the true TV"]
-    no_better = [
-        label for label, result in found["quantizers"].items() if result["kl"] is None or result["kl"]["low"] <= 0
-    ]
+    ranked = markdown_table(("model and KV cache", *risk_run.COLUMNS[1:]), risk_run.risk_rows(found))
+    listed = f": {', '.join(chance)}" if chance else ""
     counts = ", ".join(f"{n['prose']} of prose and {n['needles']} needles ({m})" for m, n in found["requests"].items())
     return (
-        f"{markdown_table(columns, choice)}\n\n{markdown_table(shown, rows)}\n\n"
-        f"Chosen: `{name}`; risk = x^p / (x^p + h^p) of it, with h = {curve['half']:.4g} and p = {curve['power']:.3g}. "
-        f"{counts}; every second request was chosen on, the others are reported. Within {len(no_better)} of "
-        f"{len(found['quantizers'])} caches the score ranks drift no better than chance (the interval of its rank "
-        f"correlation holds 0, or nothing drifts)" + (f": {', '.join(no_better)}." if no_better else ".")
+        f"{markdown_table(columns, choice)}\n\n{ranked}\n\nThe score: x^p / (x^p + h^p) of `{found['statistic']}`, "
+        f"h = {curve['half']:.4g}, p = {curve['power']:.3g}; best on the first half: `{found['best']}`. {counts}; "
+        f"every second request was chosen on, the others are reported. Within {len(chance)} of "
+        f"{len(found['quantizers'])} caches the score ranks drift no better than chance{listed}."
     )
-
-
-def _ranked(label: str, result: Result, truth: Result) -> list[str]:
-    return [
-        label,
-        str(result["requests"]),
-        str(result["changed"]),
-        *(interval(result[name]) for name in ("kl", "auroc_changed", "auroc_lost")),
-        interval(truth["kl"]),
-    ]

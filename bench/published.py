@@ -1,4 +1,4 @@
-"""What the authors of quantizers say of them, in their own abstracts; other models, other texts, far more of them."""
+"""Figures of others, to stand beside what was measured here: other models, other texts, far more of them."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ FIGURES_OF_PAPERS = {
     "rotated": "3.5 bit: quality neutral, 2.5 bit: marginal loss (TurboQuant, arXiv:2504.19874)",
     "nvfp4": "under 1 % of accuracy, code, knowledge and long context (NVIDIA, December 2025)",
 }
-"""By the quantizer's name."""
+"""By the quantizer's name: what its authors say of it in their abstracts."""

@@ -41,16 +41,6 @@ EVERY = (
     "int2_token_group",
 )
 """All that can be simulated offline, plugins at the bits of their papers."""
-ASKED = (
-    *QUANTIZERS,
-    "fp8_calibrated",
-    "nvfp4",
-    "kivi:bits=4",
-    "kivi",
-    "kvquant",
-    "rotated",
-    "skvq:bits=4",
-)
 RANKED = (
     "int8_dither",
     "fp8_e4m3_cast",
@@ -67,12 +57,16 @@ RANKED = (
 COVERED = ("int8_dither", "int8_dither_w", "fp8_calibrated", "int4_token_group@4")
 TRUSTED = (*QUANTIZERS, "int4_token_group@4")
 NEEDLES = ("single_needle", "multi_key")
+FAMILIES = (*NEEDLES, "multi_value", "variable_tracking", "frequent_words", "question_answering")
+"""Of RULER, without the two that this model answers by writing on until it is stopped."""
+RANKED_SAMPLES: Mapping[str, tuple[int, int]] = {"original": (28, 10)}
+"""By model: windows of prose, and samples of each needle task."""
 SEED, NUM_TOKENS = 11, 512
 DELTA = 1e-2
 STRIDE = 8
 """Of the meter where it is only looked at beside answers or drift."""
-PER_TASK: Mapping[int, int] = {512: 2, 1024: 1, 4096: 1}
-"""Samples of each family by length."""
+ASKED: Mapping[int, Sequence[str]] = {512: FAMILIES, 1024: FAMILIES, 4096: NEEDLES}
+"""Families by length; a sample of each, times `size`."""
 
 
 def inputs_of(model: str, count: int) -> analyses.Inputs:
@@ -105,23 +99,20 @@ def ask(
 
 
 def make_ruler(models: Models, _console: Console, out: Path, size: int) -> dict[str, Any]:
-    """Every kind of quantizer at 512 tokens on the twin; three at all lengths, and on the original."""
-    found: dict[str, Any] = {}
-    for model, quantizers, lengths in (
-        ("twin", ASKED, (512,)),
-        ("original", QUANTIZERS, (512,)),
-        ("twin", QUANTIZERS, (1024, 4096)),
-    ):
-        for length in lengths:
-            found[f"{model} {length}"] = ask(
-                models[model],
-                quantizers,
-                ("raw", "exact"),
-                length,
-                size * PER_TASK[length],
-                out / f"{model}-{length}",
-                stride=STRIDE,
-            )
+    """Answers of the twin by length; the longest prompts are asked for needles alone."""
+    found = {
+        f"twin {length}": ask(
+            models["twin"],
+            QUANTIZERS,
+            ("raw", "exact"),
+            length,
+            size,
+            out / f"twin-{length}",
+            tasks=tasks,
+            stride=STRIDE,
+        )
+        for length, tasks in ASKED.items()
+    }
     return {"stride": STRIDE, "runs": found}
 
 
@@ -167,7 +158,7 @@ def make_trust(models: Models, console: Console, out: Path, size: int) -> dict[s
 def make_layers(models: Models, console: Console, out: Path, size: int) -> dict[str, Any]:
     """One layer at a time, all, and runs from either end, on the twin."""
     result = analyses.analyse_layers(
-        inputs_of(models["twin"], 4 * size), [parse_quantizer(name) for name in QUANTIZERS], console
+        inputs_of(models["twin"], 3 * size), [parse_quantizer(name) for name in QUANTIZERS], console
     )
     analyses.write_layers(result, out, console, plot=True)
     return result
@@ -187,21 +178,31 @@ def make_drift(models: Models, _console: Console, _out: Path, size: int) -> dict
 
 
 def make_risk(models: Models, _console: Console, out: Path, size: int) -> dict[str, Any]:
-    """Prose and needles of both models together: the statistic is chosen once for all."""
+    """Prose and needles of the models of `RANKED_SAMPLES` together, so that one curve is fitted for all; `out` keeps
+    what was measured of every request."""
     specs = [parse_quantizer(name) for name in RANKED]
-    rows, counts = [], {}
-    for name, path in models.items():
-        inputs = inputs_of(path, 10 * size)
+    rows: list[dict[str, Any]] = []
+    counts = {}
+    for name, samples in RANKED_SAMPLES.items():
+        num_prose, num_needles = (size * count for count in samples)
+        inputs = inputs_of(models[name], num_needles)
         prose = windows(
-            inputs.loaded.tokenizer, natural_text(), NATURAL, count=28 * size, context=256, tokens=32
+            inputs.loaded.tokenizer, natural_text(), NATURAL, count=num_prose, context=256, tokens=32
         ).samples
         requests = risk.requests_of(inputs.loaded, specs[0], prose, inputs.samples)
-        measured = risk.measure(inputs.loaded, specs, requests)
         counts[name] = {"prose": sum(not r.needle for r in requests), "needles": sum(r.needle for r in requests)}
-        rows += [{"model": name, **row} for row in measured]
+        rows += [{"model": name, **row} for row in risk.measure(inputs.loaded, specs, requests)]
         write_json(out / "rows.json", rows)
     found = risk.analyse(rows, {"resamples": RESAMPLES, "seed": SEED})
     return {**found, "requests": counts, "stride": risk.STRIDE}
 
 
-MAKERS: dict[str, Callable[[Models, Console, Path, int], dict[str, Any]]] = {}
+MAKERS: dict[str, Callable[[Models, Console, Path, int], dict[str, Any]]] = {
+    "risk": make_risk,
+    "ruler": make_ruler,
+    "layers": make_layers,
+    "trust": make_trust,
+    "coverage": make_coverage,
+    "drift": make_drift,
+    "gates": make_gates,
+}

@@ -43,7 +43,8 @@ RENAMED = {
 }
 """Names and words of JSON as they were recorded -> as they are today."""
 
-LEFT_OUT = {"request_id", "claim"}
+LEFT_OUT = {"request_id", "claim", "risk"}
+"""The risk follows from the sums of `log_a` that are recorded, and from a curve that may be fitted anew."""
 SUMMED = ("meter", "floor", "log_a", "m", "tv_audit", "out_bound", "s", "s_quantized", "repaired_blocks")
 COUNTED = ("tier", "form", "status", "reason")
 SHOWN = ("meter", "out_bound")

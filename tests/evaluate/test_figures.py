@@ -15,10 +15,11 @@ from rich.console import Console
 from bench import figures as bench_figures
 from bench import shown, tiny
 from bench.common.report import markdown
+from witcert_core.report import risk
 
 ROOT = Path(__file__).parents[2]
 
-MEASURED = ("capacity", "engines", "readme", *shown.SECTIONS)
+ALWAYS = ("capacity", "engines", "readme")
 WORDS = {
     # page -> words -> what of which result they stand for, and how far the words may be from it
     "limits.md": {
@@ -38,7 +39,8 @@ def blocks(results: dict[str, Any]) -> dict[str, str]:
 
 
 def test_the_pages_show_what_the_results_say(blocks: dict[str, str]) -> None:
-    assert tuple(blocks) == MEASURED
+    assert tuple(blocks) == (*ALWAYS, *(name for name in shown.SECTIONS if (shown.FIGURES / f"{name}.json").exists()))
+    assert {"risk", "tiny_ruler"} <= set(blocks)
     assert json.loads((shown.FIGURES / "figures.json").read_text()) == {"blocks": blocks}
     seen: set[str] = set()
     for page in shown.pages():
@@ -54,7 +56,7 @@ def test_no_number_is_measured_outside_the_blocks() -> None:
     for name in shown.blocks_of(text):
         text = re.sub(rf"<!-- figures: {name} -->.*?<!-- end of {name} -->", "", text, flags=re.S)
     text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)  # commands
-    settings = {"95 %", "0.2", "0.5"}
+    settings = {"95 %", "0.2", "0.5", "0.01"}
     found = set(re.findall(r"\d+(?:\.\d+)? %|(?<![\w.])\d+\.\d+(?![\w.])", text)) - {"2404.06654"}
     assert found <= settings
 
@@ -78,6 +80,7 @@ def test_words_that_stand_for_a_measured_number_are_near_it(results: dict[str, A
 
 def test_a_changed_number_would_be_noticed(results: dict[str, Any], blocks: dict[str, str]) -> None:
     for name, path in {
+        "risk": ("curve", "half"),
         "tiny_ruler": ("rows", 1, "score", "value"),
         "tiny_layers": ("quantizers", "fp8_e4m3_cast", "rows", 0, "kl", "value"),
         "tiny_trust": ("quantizers", "fp8_e4m3_cast", "verdicts", "harmless"),
@@ -206,3 +209,10 @@ def test_no_bound_was_violated(results: dict[str, Any]) -> None:
             assert all(count == 0 for count in result["violations"]["deterministic"].values())
     assert all(result["violations"] == 0 for result in results["tiny_trust"]["quantizers"].values())
     assert all(row["meter"]["violations"] == 0 < row["meter"]["audited"] for row in results["tiny_ruler"]["rows"])
+    assert results["risk"]["violations"] == 0
+
+
+def test_the_score_in_summaries_is_the_one_that_was_measured(results: dict[str, Any]) -> None:
+    found = results["risk"]
+    assert found["statistic"] == risk.STATISTIC
+    assert tuple(float(f"{found['curve'][name]:.3g}") for name in ("half", "power")) == (risk.HALF, risk.POWER)

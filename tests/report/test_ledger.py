@@ -23,6 +23,7 @@ from witcert_core.meter.bounds import FORM_NAMES
 from witcert_core.policy.gates import CellStatus
 from witcert_core.policy.plugins import quantizer_registry
 from witcert_core.report.jsonl import JsonlWriter, check_writable
+from witcert_core.report.risk import HALF, estimate, of_last_layers
 from witcert_core.report.schema import load_schema
 from witcert_core.report.text import number_up, percent_down
 
@@ -455,9 +456,35 @@ def test_sentence_says_what_was_seen_and_what_not() -> None:
         "request r7 (int4_token_group on sglang): compression moved the attention weights of a measured cell "
         "by at most 0.5000 total variation (layer 0, head 1, position 41, by jensen); "
         "2 of 64 cells were measured, the other 62 are unknown (stride: 62); 50 % of the measured ones have "
-        "their weights certified at tau 0.2; deterministic tier: any query; "
-        "local to a layer: nothing is claimed end to end"
+        f"their weights certified at tau 0.2; risk {estimate(0.5):.2f} (an estimate of how likely compression changed "
+        "the text, not a bound); deterministic tier: any query; local to a layer: nothing is claimed end to end"
     )
+
+
+def test_the_risk_is_the_curve_of_the_mean_of_what_was_measured() -> None:
+    book = ledger(1)
+    assert valid(book.summary("r"))["risk"] is None
+    book.observe("r", 0, 1, 5, batch([[0.0, 0.0]], quantized=[[0, 0]], log_a=9.0), 0)
+    assert valid(book.summary("r"))["risk"] == 0.0
+    book.observe("r", 0, 2, 6, batch([[0.9, 0.03]], quantized=[[0, 4]], log_a=1.0), 0)
+    book.observe("r", 0, 3, 7, batch([[0.9, 0.03]], quantized=[[3, 4]], log_a=4.0), 0)
+    assert valid(book.summary("r"))["risk"] == pytest.approx(estimate((1.0 + 4.0 + 4.0) / 3))
+    book.observe("r", 0, 4, 8, batch([[1.0, 1.0]], log_a=math.inf), 0)
+    assert 0.99 < valid(book.summary("r"))["risk"] <= 1.0
+    rising = [estimate(10.0**power) for power in range(-4, 7)]
+    assert estimate(0.0) == 0.0
+    assert rising == sorted(set(rising))
+    assert estimate(HALF) == 0.5
+
+
+def test_the_risk_looks_at_the_last_third_of_the_layers_each_counting_the_same() -> None:
+    book = ledger(6)
+    for layer, log_a in enumerate((50.0, 40.0, 30.0, 20.0, 1.0, 4.0)):
+        for step in range(1, 2 + (layer == 5)):
+            book.observe("r", layer, step, 5, batch([[0.1, 0.1]], log_a=log_a), 0)
+    assert valid(book.summary("r"))["risk"] == pytest.approx(estimate(2.5))
+    assert of_last_layers([8.0, 0.0, 6.0, 0.0], [4, 0, 2, 0]) == 3.0  # behind the last layer that was measured: nothing
+    assert of_last_layers([8.0], [4]) == 2.0
 
 
 def test_cells_that_read_nothing_quantized_are_exact_and_never_certified(tmp_path: Path) -> None:

@@ -257,6 +257,35 @@ def drift(
     evaluate(wanted, console())
 
 
+@app.command()
+def risk(
+    model: RequiredModel,
+    quantizers: Quantizers,
+    out: Out,
+    text: Annotated[Path | None, typer.Option(help="Text to go on with; without it: Python's documentation.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Windows of the text, spread evenly.")] = 32,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a window, which the exact cache goes on with.")] = 256,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens it writes after a window.")] = 32,
+    tasks: Tasks = "",
+    lengths: Lengths = "512",
+    needles: Annotated[int, typer.Option(min=1, help="Samples of every task at every length.")] = 8,
+    source: Source = "auto",
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    chat: Chat = False,
+    device: Device = None,
+    device_map: DeviceMap = None,
+) -> None:
+    """Which statistic of a request's meter says best how far its text drifts: chosen on one half, told of the other."""
+    from witcert_core.evaluate.analyses import prepare
+    from witcert_core.evaluate.risk_run import Prose, evaluate
+
+    specs = [parse_quantizer(name) for name in split(quantizers, brackets=True)]
+    prepare(specs, out, plot=False)
+    inputs = open_inputs(model, dtype, source, tasks, lengths, needles, seed, chat, device, device_map)
+    evaluate(inputs, specs, Prose(text, samples, context, tokens), out, console())
+
+
 def open_inputs(
     model: str,
     dtype: str,

@@ -1,8 +1,8 @@
 """`witcert eval risk`: which statistic of a request's meter says best how far its text drifts.
 
-Every request is an answer that greedy decoding writes from the exact cache, fed through each quantized one. The
-statistic, and the curve from it to a probability, are chosen on every second request; what is reported of them is
-measured on the others.
+Every request is an answer that greedy decoding writes from the exact cache, fed through each quantized one. Statistics
+are compared, and the curve from the score's own to a probability is fitted, on every second request; what is reported
+of the score is measured on the others.
 Shapes: N requests, R resamples.
 """
 
@@ -23,7 +23,8 @@ from witcert_core.evaluate.offline.engine import OfflineEngine
 from witcert_core.evaluate.offline.model import LoadedModel
 from witcert_core.evaluate.settings import QuantizerSpec
 from witcert_core.evaluate.statistics import TRUTH, observing
-from witcert_core.evaluate.stats import Interval, auroc_interval, bootstrap, spearman
+from witcert_core.evaluate.stats import Interval, auroc, bootstrap, spearman
+from witcert_core.report.risk import STATISTIC
 
 SCHEMA = "witcert.risk/1"
 STRIDE = 4
@@ -86,6 +87,7 @@ def measure(
                     "kl": found["kl"],
                     "changed": found["first_change"] is not None,
                     "violations": summary["audit"]["violations"],
+                    "risk": summary["risk"],
                     "statistics": cells.take(name),
                 }
             )
@@ -108,8 +110,7 @@ def candidates(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def within_and_across(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
     """Rank correlation of a statistic with KL: mean of that within each group, and over all rows."""
     inside = [_correlation(group, name) for group in grouped(rows).values() if len(group) >= FEWEST]
-    some = [x for x in inside if x == x]
-    return {"within": python_statistics.fmean(some) if some else 0.0, "across": _correlation(rows, name)}
+    return {"within": python_statistics.fmean(inside) if inside else 0.0, "across": _correlation(rows, name)}
 
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -130,22 +131,20 @@ def report(rows: Sequence[Mapping[str, Any]], name: str, options: Mapping[str, i
     """Of one statistic: rank correlation with KL, AUROC of changed texts and of lost needles, with intervals; None
     where there is nothing to tell apart."""
     needles = [row for row in rows if row["needle"]]
-    ranks = _correlation_interval(rows, name, options)
-    changed = auroc_interval(_values(rows, name), [row["changed"] for row in rows], **options)
-    lost = auroc_interval(_values(needles, name), [row["changed"] for row in needles], **options) if needles else None
     return {
         "requests": len(rows),
         "changed": sum(row["changed"] for row in rows),
         "needles": len(needles),
         "lost": sum(row["changed"] for row in needles),
-        "kl": None if ranks is None else ranks.as_dict(),
-        "auroc_changed": None if changed is None else changed.as_dict(),
-        "auroc_lost": None if lost is None else lost.as_dict(),
+        "kl": _interval(rows, name, "kl", spearman, options),
+        "auroc_changed": _interval(rows, name, "changed", auroc, options),
+        "auroc_lost": _interval(needles, name, "changed", auroc, options),
     }
 
 
-def fit_curve(values: Sequence[float], changed: Sequence[bool]) -> dict[str, float]:
+def fit_curve(values: Sequence[float], changed: Sequence[bool]) -> dict[str, float] | None:
     """`half`, `power` of P(changed) = x^power / (x^power + half^power), by most likelihood; a little pulled to power 1.
+    None where texts change less the larger x is: there is no score in it.
 
     That is a logistic curve in log x (Platt 1999); Newton's method on its two coefficients.
     """
@@ -165,27 +164,35 @@ def fit_curve(values: Sequence[float], changed: Sequence[bool]) -> dict[str, flo
             break
     offset, power = coefficients.tolist()
     if power <= 0:
-        raise InputError("the chosen statistic falls where texts change: there is no score in it")
+        return None
     return {"half": float(torch.tensor(-offset / power, dtype=torch.float64).exp()), "power": power}
 
 
 def analyse(rows: Sequence[Mapping[str, Any]], options: Mapping[str, int]) -> dict[str, Any]:
-    """The choice on one half, and what it is worth on the other (schema witcert.risk/1, without `about`)."""
+    """Schema witcert.risk/1, without `about`: each statistic on both halves, and what the score is worth on the second.
+
+    no_better_than_chance: caches within which the interval of its rank correlation with KL holds 0, or that harm all
+    requests alike.
+    """
     first, second = split(rows)
     if not first or not second:
         raise InputError(f"{len(rows)} measured requests cannot be halved; take more samples")
     choice = choose(first)
-    name = next(iter(choice))
     groups = {label: group for label, group in grouped(second).items() if len(group) >= FEWEST}
+    reports = {label: report(group, STATISTIC, options) for label, group in groups.items()}
     return {
         "schema": SCHEMA,
-        "statistic": name,
-        "curve": fit_curve(_values(first, name), [row["changed"] for row in first]),
-        "candidates": {c: {"chosen_on": x, "reported": within_and_across(second, c)} for c, x in choice.items()},
+        "statistic": STATISTIC,
+        "best": next(iter(choice)),
+        "curve": fit_curve(_values(first, STATISTIC), [row["changed"] for row in first]),
+        "candidates": {
+            name: {"chosen_on": x, "reported": within_and_across(second, name)} for name, x in choice.items()
+        },
         "violations": sum(row["violations"] for row in rows),
-        "quantizers": {label: report(group, name, options) for label, group in groups.items()},
+        "quantizers": reports,
+        "no_better_than_chance": [label for label, x in reports.items() if x["kl"] is None or x["kl"]["low"] <= 0],
         "truth": {label: report(group, TRUTH, options) for label, group in groups.items()},
-        "across": report(second, name, options),
+        "across": report(second, STATISTIC, options),
         "across_truth": report(second, TRUTH, options),
     }
 
@@ -194,17 +201,39 @@ def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [row["statistics"][name] for row in rows]
 
 
-def _columns(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[Tensor, Tensor]:
-    kl = torch.tensor([row["kl"] for row in rows], dtype=torch.float64)
-    return torch.tensor(_values(rows, name), dtype=torch.float64), kl
-
-
 def _correlation(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    return float(spearman(*_columns(rows, name)))
+    """0 where one of both is the same of all requests: that ranks nothing."""
+    kl = torch.tensor([row["kl"] for row in rows], dtype=torch.float64)
+    value = float(spearman(torch.tensor(_values(rows, name), dtype=torch.float64), kl))
+    return 0.0 if value != value else value
 
 
-def _correlation_interval(rows: Sequence[Mapping[str, Any]], name: str, options: Mapping[str, int]) -> Interval | None:
-    """None where one of both is the same of all requests."""
-    columns = _columns(rows, name)
-    value = float(spearman(*columns))
-    return None if value != value else Interval(value, *bootstrap(columns, spearman, **options), len(rows))
+def _interval(
+    rows: Sequence[Mapping[str, Any]],
+    name: str,
+    against: str,
+    statistic: Callable[[Tensor, Tensor], Tensor],
+    options: Mapping[str, int],
+) -> dict[str, float | int] | None:
+    """`statistic` of a candidate and of what became of the requests, with its interval; None where it does not exist.
+
+    Requests are drawn, each with all the caches it went through: the rows of one request are not independent.
+    """
+    by_request: dict[tuple[Any, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_request.setdefault((row.get("model"), row["request"]), []).append(row)
+    most = max((len(own) for own in by_request.values()), default=0)
+    whole = [own for own in by_request.values() if len(own) == most]  # in others some cache had nothing quantized
+    if not whole:
+        return None
+    x = torch.tensor([_values(own, name) for own in whole], dtype=torch.float64)
+    y = torch.tensor([[float(row[against]) for row in own] for own in whole], dtype=torch.float64)
+    value = float(statistic(x.flatten(), y.flatten()))
+    if value != value:
+        return None
+
+    def drawn(*columns: Tensor) -> Tensor:
+        return statistic(torch.cat(columns[:most], -1), torch.cat(columns[most:], -1))
+
+    low, high = bootstrap([*x.unbind(-1), *y.unbind(-1)], drawn, **options)
+    return Interval(value, low, high, x.numel()).as_dict()

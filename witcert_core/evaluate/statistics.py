@@ -13,8 +13,9 @@ from torch import Tensor
 
 from witcert_core.evaluate.cells import TAU
 from witcert_core.policy.plugins import CellEvent, hookimpl, plugin_manager
+from witcert_core.report.risk import MOST_LOG_A
 
-LARGEST = 1e6
+LARGEST = MOST_LOG_A
 """What counts as this at most, so that means exist: infinite bounds are ordered behind all others."""
 COLUMNS = ("bound", "log_a", "out_bound", "floor", "tv")
 TRUTH = "tv_mean"
@@ -95,8 +96,8 @@ def by_depth(layer: Tensor, x: Tensor) -> dict[str, float]:
     last = int(layer.max())
     sums = torch.zeros(last + 1, dtype=torch.float64).index_add(0, layer.long(), x.double())
     counts = torch.bincount(layer.long(), minlength=last + 1)
-    of_layer, place = sums[counts > 0] / counts[counts > 0], torch.arange(last + 1)[counts > 0] / (last + 1)
-    parts = {"first_third": place < 1 / 3, "last_third": place >= 2 / 3}
+    of_layer, place = sums[counts > 0] / counts[counts > 0], torch.arange(last + 1)[counts > 0]
+    parts = {"first_third": 3 * place <= last, "last_third": 3 * (last - place) <= last}
     parts["middle_third"] = ~parts["first_third"] & ~parts["last_third"]
     found = {name: float(of_layer[of].mean()) for name, of in parts.items() if bool(of.any())}
     return {**found, "worst_layer": float(of_layer.max()), "layers_rms": float(of_layer.square().mean().sqrt())}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.report.records import json_number
+from witcert_core.report.risk import MOST_LOG_A, estimate, of_last_layers
 from witcert_core.report.sample import SampleCounts
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ class RequestState:
         self._certified_by_layer = [0] * self.num_layers
         self._rows_by_layer = [0] * self.num_layers
         self._lost_by_layer = [0] * self.num_layers
+        self._log_a_by_layer = [0.0] * self.num_layers
 
     def observe(self, cells: CellBatch, row: int, layer: int, step: int, position: int, tau: float) -> Observed:
         """Count row `row` of a batch of layer `layer`.
@@ -248,7 +250,9 @@ class RequestState:
         highest = float(meter[head])
         if self.worst is None or highest > self.worst.meter:
             self.worst = WorstCell(highest, layer, head, step, position, int(form[head]))
-        self.log_a_max = max(self.log_a_max, float(_unbounded(cells.log_a[row])[read].max()))
+        log_a = _unbounded(cells.log_a[row])[read]
+        self.log_a_max = max(self.log_a_max, float(log_a.max()))
+        self._log_a_by_layer[layer] += float(log_a.clamp(max=MOST_LOG_A).sum())
         largest = _largest_relative_output_bound(cells, row, read)
         self.out_bound_rel_max = max(self.out_bound_rel_max, largest)
         if math.isinf(largest):
@@ -319,13 +323,16 @@ class RequestState:
             for layer in found
         ]
 
+    def _cells_of(self, layer: int) -> int:
+        """Measured cells of a layer."""
+        return self._rows_by_layer[layer] * self.num_heads - self._exact_by_layer[layer]
+
     def by_layer(self, form_names: Sequence[str]) -> list[dict[str, Any]]:
         """[L] counts; form: what decided the layer's worst cell, None where nothing was measured."""
         heads = self._worst.argmax(dim=1).tolist()
         found = []
-        for layer, rows in enumerate(self._rows_by_layer):
-            exact = self._exact_by_layer[layer]
-            cells = rows * self.num_heads - exact
+        for layer, exact in enumerate(self._exact_by_layer):
+            cells = self._cells_of(layer)
             found.append(
                 {
                     "layer": layer,
@@ -336,6 +343,14 @@ class RequestState:
                 }
             )
         return found
+
+    @property
+    def risk(self) -> float | None:
+        """An estimate, not a bound: see `report.risk`. 0 where nothing quantized was read, None of nothing measured."""
+        if not self.cells_measured:
+            return 0.0 if self.cells_exact else None
+        cells = [self._cells_of(layer) for layer in range(self.num_layers)]
+        return estimate(of_last_layers(self._log_a_by_layer, cells))
 
     @property
     def void(self) -> bool:

@@ -318,6 +318,7 @@ class RequestLedger:
             "by_layer": state.by_layer(FORM_NAMES),
             "forms": {name: count for name, count in zip(FORM_NAMES, state.forms.tolist(), strict=True) if count},
             "log_a_max": None if not measured else json_number(state.log_a_max),
+            "risk": state.risk,
             "out_bound_rel_max": None if not measured else json_number(state.out_bound_rel_max),
             "out_unbounded_layers": sorted(state.out_unbounded_layers),
             "tier_cells": dict(state.tier_cells),

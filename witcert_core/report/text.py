@@ -10,6 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from witcert_core.report.risk import MEANING
+
 UNKNOWN = "?"
 EXACT = "="
 NONE = "–"
@@ -51,6 +53,7 @@ def render_sentence(summary: Mapping[str, Any]) -> str:
         *_certified(summary),
         *_damage(summary),
         *_unbounded_outputs(summary["out_unbounded_layers"]),
+        *_risk(summary),
         *_audit(summary["audit"]),
         *_sample(summary["sample"]),
         *_gate(summary["gate"]),
@@ -123,6 +126,10 @@ def _legend(summary: Mapping[str, Any]) -> str:
     if summary["cells_exact"]:
         exact = [f"{EXACT} read nothing quantized, hence exact; {summary['cells_exact']} cells in all"]
     return "\n".join([unknown, *exact, *excluded, summary["claim"]])
+
+
+def _risk(summary: Mapping[str, Any]) -> list[str]:
+    return [f"risk {summary['risk']:.2f} ({MEANING})"] if summary["risk"] else []
 
 
 def _worst(summary: Mapping[str, Any]) -> str:
