@@ -209,16 +209,16 @@ def test_what_no_option_asked_for_is_refused() -> None:
         ({"method": "extract_hidden_states"}, {}, "keep no keys and values"),
         ({"method": "dspark", "enable_adaptive_verification": True}, {}, "known on the device alone"),
         ({"method": "eagle3"}, {"quantizer": {"name": "int8_dither", "storage": "packed"}}, "pages of codes"),
+        ({"method": "suffix"}, {"quantizer": {"name": "int8_dither", "storage": "packed"}}, "a prefix out of its own"),
         ({"method": "ngram"}, {"gate": {"kind": "combined", "on_exhausted": "abort"}}, "drafts that are not served"),
     ],
 )
 def test_drafts_refused_by_name(drafts: dict[str, Any], policy: dict[str, Any], said: str) -> None:
     def check(**of_drafts: Any) -> None:
         speculative = SimpleNamespace(**{"enable_adaptive_verification": False, **of_drafts}) if of_drafts else None
-        found = Resolved(
-            SimpleNamespace(speculative_config=speculative), parse_policy({"version": 1, **NONE, **policy}), {}
-        )
-        refuse(DRAFT_ROWS, found)
+        latent = SimpleNamespace(use_mla=True)
+        config = SimpleNamespace(speculative_config=speculative, model_config=latent)
+        refuse(DRAFT_ROWS, Resolved(config, parse_policy({"version": 1, **NONE, **policy}), {}))
 
     check()
     with pytest.raises(UnsupportedError, match=rf"speculative decoding by '{drafts['method']}'.*{said}"):

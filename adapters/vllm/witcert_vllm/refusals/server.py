@@ -178,13 +178,20 @@ DRAFT_ROWS: tuple[Refusal[Resolved], ...] = (
         ),
     ),
     Refusal(
+        "speculative decoding over packed latents (MLA)",
+        "vLLM multiplies a prefix out of its own cache for them, which only the meter's attention reads",
+        "set `quantizer.storage` to 'simulated'",
+        lambda found: (
+            found.policy.quantizer.storage == "packed"
+            and _drafts(found, lambda _any: found.config.model_config.use_mla)
+        ),
+    ),
+    Refusal(
         "`gate.on_exhausted: abort` with speculative decoding",
         "it would end requests for rows of drafts that are not served",
         "use `gate.on_exhausted: serve`",
         lambda found: (
-            found.policy.repairs
-            and found.policy.gate.on_exhausted == "abort"
-            and _drafts(found, lambda _drafts_too: True)
+            found.policy.repairs and found.policy.gate.on_exhausted == "abort" and _drafts(found, lambda _any: True)
         ),
     ),
 )
