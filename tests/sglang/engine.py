@@ -5,6 +5,7 @@ Every key ever written is at hand, so exact attention can be compared with what 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,8 @@ class Engine:
             "layers": sections.pop("quantized_layers", None),
             "storage": storage,
         }
+        if apart := re.fullmatch("k=(.*),v=(.*)", quantizer):
+            chosen = {"k": {"name": apart[1]}, "v": {"name": apart[2]}, "storage": storage}
         policy = parse_policy({"version": 1, "quantizer": chosen, "meter": meter, **sections})
         self.requests = ReqToTokenPool(size=4, max_context_len=128, device="cpu", enable_memory_saver=False)
         method: Any = packed_method(policy, D, D, dtype) if storage == "packed" else None

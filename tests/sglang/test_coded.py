@@ -15,8 +15,14 @@ from witcert_core.serving.storage.coded import CodedStorage
 
 pytestmark = pytest.mark.sglang
 
-PLUGINS = (("nvfp4", {}), ("rotated", {"bits": 3}))
-CASES = (("int4_token_group", {}), ("int2_token_group", {"group_size": 16}), ("fp8_e4m3_cast", {}), *PLUGINS)
+PLUGINS: tuple[tuple[str, dict[str, int]], ...] = (("nvfp4", {}), ("rotated", {"bits": 3}))
+CASES: tuple[tuple[str, dict[str, int]], ...] = (
+    ("int4_token_group", {}),
+    ("int2_token_group", {"group_size": 16}),
+    ("fp8_e4m3_cast", {}),
+    ("k=int8_token_group,v=int4_token_group", {}),
+    *PLUGINS,
+)
 
 
 def coded(engine: Engine) -> CodedStorage:
@@ -111,29 +117,19 @@ def test_what_is_no_number_spoils_the_rows_that_see_it_alone(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("sketch_bits", [0, 4])
-def test_a_gate_serves_what_it_certified(sketch_bits: int) -> None:
-    """Exact blocks beside the codes; what is certified is attention over the mixture that is read."""
+def test_a_gate_repairs_from_copies_until_the_slot_is_used_again(sketch_bits: int) -> None:
     engine = gated("int4_token_group", storage="packed", tau=0.02, target="tv", meter={"sketch_bits": sketch_bits})
     engine.step([17, 31], ForwardMode.EXTEND)
-    codes = [buffer.clone() for buffer in engine.pool.k_buffer]
-    moved = 0
-    for _ in range(2):
-        step, queries, outputs = engine.step([1, 1], ForwardMode.DECODE)
-        moved += sum(verdict.repaired_bytes for verdict in step.verdicts)
-        for layer in range(LAYERS):
-            cells = step.layers[layer]
-            assert (cells.meter <= 0.02).all()
-            assert (audit_of(cells) <= cells.meter).all()
-            for i, count in enumerate(engine.lens):
-                out, _ = attention(queries[layer][i], *engine.stored(layer, i, count))
-                assert torch.allclose(outputs[layer][i].double(), out, atol=1e-4)
-    assert 0 < moved <= LAYERS * HKV * sum(engine.lens) * 2 * D * 4
-    slots = torch.cat([engine.requests.req_to_token[row, :17] for row in engine.rows]).long()
-    assert all(torch.equal(a[slots], b[slots]) for a, b in zip(codes, engine.pool.k_buffer, strict=True))
+    step, _, _ = engine.step([1, 1], ForwardMode.DECODE)
+    assert sum(verdict.repaired_bytes for verdict in step.verdicts) > 0
+    assert all((cells.meter <= 0.02).all() and (audit_of(cells) <= cells.meter).all() for cells in step.layers.values())
     slots = engine.requests.req_to_token[engine.rows[0], :17].long()
     repaired = coded(engine).repaired
     assert repaired is not None
     assert repaired.exact(0, slots).any()
     engine.lens = [0, 0]
     engine.step([17, 31], ForwardMode.EXTEND)
+    assert not repaired.exact(0, slots).any()
+    engine.step([1, 1], ForwardMode.DECODE)
+    engine.runtime.overwritten(slots)  # by the engine, from elsewhere: the copies are of other tokens
     assert not repaired.exact(0, slots).any()

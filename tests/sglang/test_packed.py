@@ -111,13 +111,14 @@ def test_a_packed_chunk_reads_itself_exactly() -> None:
             token += 1
 
 
-def test_a_write_past_the_packed_backend_is_an_error() -> None:
-    engine = Engine("int8_dither", storage="packed")
+@pytest.mark.parametrize("name", ["int8_dither", "int4_token_group"])
+def test_a_write_past_the_packed_backend_is_an_error(name: str) -> None:
+    engine = Engine(name, storage="packed")
     with pytest.raises(NotImplementedError, match="unmetered"):
         engine.pool.set_kv_buffer(engine.layers[0], torch.tensor([3]), torch.zeros(1, HKV, D), torch.zeros(1, HKV, D))
 
 
-@pytest.mark.parametrize("name", ["int8_dither", "int8_dither_w"])
+@pytest.mark.parametrize("name", ["int8_dither", "int8_dither_w", "int4_token_group"])
 def test_a_gate_over_codes_serves_what_it_certified(name: str) -> None:
     """Exact blocks beside the packed pool: what is certified is attention over the mixture that is read."""
     engine = gated(name, storage="packed", tau=0.02, tau_out=0.02)

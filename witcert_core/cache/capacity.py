@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from witcert_core.cache.bands import band_map
 from witcert_core.cache.sketch import sketch_bytes, value_bands
-from witcert_core.errors import QuantizerError
 from witcert_core.quantizers.base import Quantizer
-from witcert_core.quantizers.coded import CodedQuantizer, token_layout, why_not_packed
+from witcert_core.quantizers.coded import coder, token_layout
 from witcert_core.quantizers.dither import GROUP, num_groups
 from witcert_core.quantizers.layout import KVLayout
 from witcert_core.quantizers.rotary import RotarySpec
@@ -32,9 +31,8 @@ def coded_bytes(quantizer: Quantizer, head_dim: int, v_head_dim: int) -> tuple[i
 
     Raises QuantizerError for a quantizer whose tokens cannot be stored.
     """
-    if not isinstance(quantizer, CodedQuantizer) or why_not_packed(quantizer):
-        raise QuantizerError(f"quantizer {quantizer.name!r} {why_not_packed(quantizer) or 'has a layout of its own'}")
-    return token_layout(quantizer, "k", head_dim).nbytes, token_layout(quantizer, "v", v_head_dim).nbytes
+    k, v = coder(quantizer, "k"), coder(quantizer, "v")
+    return token_layout(k, "k", head_dim).nbytes, token_layout(v, "v", v_head_dim).nbytes
 
 
 def choose_bands(

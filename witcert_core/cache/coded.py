@@ -14,8 +14,8 @@ from torch import Tensor
 
 from witcert_core.errors import InputError
 from witcert_core.quantizers.apply import named
-from witcert_core.quantizers.base import Kind, QuantContext
-from witcert_core.quantizers.coded import CodedQuantizer, token_layout
+from witcert_core.quantizers.base import Kind, QuantContext, Quantizer
+from witcert_core.quantizers.coded import coder, token_layout
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,14 @@ class CodedPool:
     def __init__(
         self,
         layers: Mapping[int, CodedLayer],
-        quantizer: CodedQuantizer,
+        quantizer: Quantizer,
         contexts: Mapping[Kind, QuantContext],
     ) -> None:
-        self.quantizer = quantizer
+        self.coders = {kind: coder(quantizer, kind) for kind in contexts}
         self.contexts = dict(contexts)
-        self.layouts = {kind: token_layout(quantizer, kind, ctx.head_dim, ctx) for kind, ctx in contexts.items()}
+        self.layouts = {
+            kind: token_layout(self.coders[kind], kind, ctx.head_dim, ctx) for kind, ctx in contexts.items()
+        }
         self._bytes: dict[tuple[int, Kind], Tensor] = {}
         for number, layer in layers.items():
             self._bytes[number, "k"], self._bytes[number, "v"] = layer.k.view(torch.uint8), layer.v.view(torch.uint8)
@@ -75,13 +77,14 @@ class CodedPool:
 
     def _store(self, kind: Kind, layer: int, slots: Tensor, positions: Tensor, exact: Tensor) -> None:
         x = exact.to(torch.float32, copy=True)  # its own: one that wrote into it would be measured against that
-        with named(self.quantizer, kind, x, layer):
-            parts = self.quantizer.encode(x, kind=kind, layer=layer, positions=positions, ctx=self.contexts[kind])
+        mine = self.coders[kind]
+        with named(mine, kind, x, layer):
+            parts = mine.encode(x, kind=kind, layer=layer, positions=positions, ctx=self.contexts[kind])
             self._bytes[layer, kind][slots] = self.layouts[kind].pack(parts)
 
     def _read(self, kind: Kind, layer: int, slots: Tensor) -> Tensor:
-        packed = self._bytes[layer, kind][slots]
-        with named(self.quantizer, kind, packed, layer):
+        packed, mine = self._bytes[layer, kind][slots], self.coders[kind]
+        with named(mine, kind, packed, layer):
             parts, nowhere = self.layouts[kind].unpack(packed), torch.zeros_like(slots)
             ctx = self.contexts[kind]
-            return self.quantizer.decode(parts, kind=kind, layer=layer, positions=nowhere, ctx=ctx)
+            return mine.decode(parts, kind=kind, layer=layer, positions=nowhere, ctx=ctx)

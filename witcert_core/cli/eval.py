@@ -122,10 +122,13 @@ def console() -> Console:
 
 
 def split(text: str, brackets: bool = False) -> list[str]:
-    """Comma-separated words. With `brackets`, `name:a=1,b=2` stays one: a word with = belongs to the one before."""
+    """Comma-separated words. With `brackets`, `name:a=1,b=2` stays one: a word with = belongs to the one before, and so
+    does `v=other` to `k=name`.
+    """
     words: list[str] = []
     for word in (part.strip() for part in text.split(",")):
-        if brackets and words and "=" in word and ":" not in word:
+        goes_on = word.startswith("v=") or ("=" in word and ":" not in word and not word.startswith("k="))
+        if brackets and words and goes_on:
             words[-1] += f",{word}"
         elif word:
             words.append(word)

@@ -91,7 +91,7 @@ def bytes_per_token(layout: str, shape: ModelAttention, tensor_parallel: int = 1
         return _over_layers(shape, tensor_parallel, packed) + PASS_ID_BYTES
     if name in ("metered", "packed") and argument:
         spec = parse_quantizer(argument)
-        quantizer, bits = quantizer_registry().get(spec.name, spec.params), spec.sketch_bits or 0
+        quantizer, bits = spec.quantizer, spec.sketch_bits or 0
         if name == "packed" and isinstance(quantizer, DitheredQuantizer):
             raise InputError(f"layout is {layout!r}; write {spec.name} alone, or bypass:PAIRS")
         if name == "packed" and shape.latent_dim:

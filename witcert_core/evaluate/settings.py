@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from yaml import YAMLError
 from witcert_core.errors import InputError, PolicyError, did_you_mean, listed
 from witcert_core.policy.loader import read_yaml
 from witcert_core.policy.model import Policy, load_policy, parse_policy
+from witcert_core.policy.plugins import quantizer_registry
+from witcert_core.quantizers.apart import KeysAndValues
+from witcert_core.quantizers.base import Quantizer
 
 Mode = Literal["raw", "gated", "exact"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -22,15 +26,31 @@ EXACT = "none"
 
 @dataclass(frozen=True)
 class QuantizerSpec:
-    """A quantizer as written: `name`, `name:param=value,param=value`, either with `@BITS` for residual sketches.
+    """A quantizer as written: `name`, `name:param=value,param=value`, `k=one,v=another` for keys and values apart, any
+    of them with `@BITS` for residual sketches.
 
-    sketch_bits: `meter.sketch_bits`, None to leave it to the policy.
+    sketch_bits: `meter.sketch_bits`, None to leave it to the policy. apart: those of keys and of values.
     """
 
     label: str
     name: str
     params: Mapping[str, Any]
     sketch_bits: int | None = None
+    apart: tuple[QuantizerSpec, QuantizerSpec] | None = None
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """What it is in a policy's `quantizer` section."""
+        if self.apart is None:
+            return {"name": self.name, "params": dict(self.params)}
+        return dict(zip(("k", "v"), (kind.section for kind in self.apart), strict=True))
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """The quantizer itself; QuantizerError for one that there is not."""
+        if self.apart is None:
+            return quantizer_registry().get(self.name, self.params)
+        return KeysAndValues(*(kind.quantizer for kind in self.apart))
 
 
 def parse_quantizer(text: str) -> QuantizerSpec:
@@ -38,6 +58,11 @@ def parse_quantizer(text: str) -> QuantizerSpec:
     written, sketched, bits = text.partition("@")
     if sketched and bits not in SKETCH_BITS:
         raise InputError(f"quantizer {text!r}: @{bits} is no sketch; allowed are {', '.join(SKETCH_BITS)} bits")
+    if apart := re.fullmatch(r"k=(.+?),v=(.+)", written):
+        k, v = parse_quantizer(apart[1]), parse_quantizer(apart[2])
+        return QuantizerSpec(text, f"k={k.name},v={v.name}", {}, int(bits) if sketched else None, (k, v))
+    if written.startswith(("k=", "v=")):
+        raise InputError(f"quantizer {text!r}: keys and values apart are written k=NAME,v=NAME")
     name, separator, rest = written.partition(":")
     params: dict[str, Any] = {}
     for part in rest.split(",") if separator else []:
@@ -88,7 +113,7 @@ def build_policy(
     meter = dict(data.get("meter") or {})
     if mode == "gated":
         meter.pop("stride", None)  # a gate that repairs makes it 1
-    quantizer: dict[str, Any] = {"name": EXACT} if mode == "exact" else {"name": spec.name, "params": dict(spec.params)}
+    quantizer: dict[str, Any] = {"name": EXACT} if mode == "exact" else spec.section
     if mode != "exact" and layers is not None:
         quantizer["layers"] = list(layers)
     if spec.sketch_bits is not None and mode != "exact":

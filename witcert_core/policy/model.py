@@ -31,6 +31,7 @@ from witcert_core.policy.loader import read_yaml
 from witcert_core.policy.messages import describe_validation_error
 from witcert_core.policy.plugins import gate_registry, quantizer_registry
 from witcert_core.quantizers import Quantizer
+from witcert_core.quantizers.apart import KeysAndValues
 from witcert_core.quantizers.base import DitheredQuantizer, Tier
 from witcert_core.quantizers.coded import why_not_packed
 from witcert_core.quantizers.engine import EnginePrecision
@@ -123,13 +124,38 @@ class _Section(BaseModel):
         return value
 
 
-class QuantizerSettings(_Section):
-    """Which quantizer, its parameters, and the layers it applies to (null: all; the others stay exact)."""
+class KindSettings(_Section):
+    """The quantizer of keys, or of values, and its parameters."""
 
     name: str
     params: dict[str, Any] = Field(default_factory=dict)
+
+
+class QuantizerSettings(_Section):
+    """Which quantizer, its parameters, and the layers it applies to (null: all; the others stay exact).
+
+    k, v: one for keys and one for values, in the place of name and params; the name is then made of theirs.
+    """
+
+    name: str
+    params: dict[str, Any] = Field(default_factory=dict)
+    k: KindSettings | None = None
+    v: KindSettings | None = None
     storage: Literal["simulated", "packed"] = "simulated"
     layers: Layers = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_of_both(cls, data: Any) -> Any:
+        """Keys and values apart have no other name."""
+        if not isinstance(data, dict) or data.get("k") is data.get("v") is None:
+            return data
+        if beside := sorted({"name", "params"} & set(data)):
+            raise ValueError(f"has k and v, and {listed(beside)} beside them; give either")
+        names = [data[kind].get("name") if isinstance(data.get(kind), dict) else None for kind in ("k", "v")]
+        if None in names:
+            raise ValueError("has only one of k and v, or one without a name; write {k: {name: ...}, v: {name: ...}}")
+        return {**data, "name": f"k={names[0]},v={names[1]}"}
 
     def layers_of(self, model_layers: Sequence[int]) -> tuple[int, ...]:
         """Those of the model's layer ids that are quantized; PolicyError if one named is not among them."""
@@ -210,11 +236,16 @@ class Policy(_Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Policy:
-        registry, wanted = quantizer_registry(), self.quantizer
-        with _at_key("quantizer.name"):
-            registry.cls(wanted.name)
-        with _at_key("quantizer.params"):
-            self._quantizer = registry.get(wanted.name, wanted.params)
+        wanted = self.quantizer
+        if wanted.k is None or wanted.v is None:
+            self._quantizer = _quantizer_of("quantizer", wanted.name, wanted.params)
+        else:
+            k, v = (
+                _quantizer_of(f"quantizer.{kind}", of.name, of.params)
+                for kind, of in (("k", wanted.k), ("v", wanted.v))
+            )
+            with _at_key("quantizer"):
+                self._quantizer = KeysAndValues(keys=k, values=v)
         with _at_key("gate.kind"):
             gate_registry().cls(self.gate.kind)
         with _at_key("gate.params"):
@@ -381,6 +412,13 @@ class Policy(_Section):
     def resolved_gate(self) -> Gate:
         """The gate of `gate.kind` with its thresholds; frozen, always the same one."""
         return self._gate
+
+
+def _quantizer_of(key: str, name: str, params: dict[str, Any]) -> Quantizer:
+    with _at_key(f"{key}.name"):
+        quantizer_registry().cls(name)
+    with _at_key(f"{key}.params"):
+        return quantizer_registry().get(name, params)
 
 
 def _choose(named: tuple[int, ...] | None, model_layers: Sequence[int], key: str) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ def _called(quantizer: Quantizer, x: Tensor, kind: Kind, layer: int, positions: 
 
 @contextmanager
 def named(quantizer: Quantizer, kind: Kind, x: Tensor, layer: int) -> Iterator[None]:
-    """Whatever a quantizer raises over x becomes a QuantizerError of one line that names it."""
+    """Whatever a quantizer raises over x [N, H, ...] becomes a QuantizerError of one line that names it."""
     try:
         yield
     except (WitCertError, torch.OutOfMemoryError):

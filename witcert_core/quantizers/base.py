@@ -103,6 +103,10 @@ class Quantizer(ABC):
         """First tokens of a request that `calibrate` is shown; all its tokens stay exact until it has so many."""
         return 0
 
+    def of(self, kind: Kind) -> Quantizer:
+        """What quantizes keys, or values: itself, but for one that is put together of two (`apart.py`)."""
+        return self
+
     @abstractmethod
     def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
         """What the cache would give back for x.

@@ -73,6 +73,15 @@ class CodedQuantizer(Quantizer):
         return float(sum(token_layout(self, kind, head_dim).nbytes for kind in KINDS))
 
 
+def coder(quantizer: Quantizer, kind: Kind) -> CodedQuantizer:
+    """What encodes and decodes keys, or values; QuantizerError for a quantizer of which tokens cannot be stored."""
+    found = quantizer.of(kind)
+    if not isinstance(found, CodedQuantizer) or why_not_packed(found):
+        why = why_not_packed(found) or "has a layout of its own"
+        raise QuantizerError(f"quantizer {found.name!r} {why}")
+    return found
+
+
 def token_layout(quantizer: CodedQuantizer, kind: Kind, head_dim: int, ctx: QuantContext | None = None) -> TokenLayout:
     """What is stored of one token and KV head of `head_dim` channels: the parts of one whose channels are all 0.
 
@@ -91,6 +100,10 @@ def token_layout(quantizer: CodedQuantizer, kind: Kind, head_dim: int, ctx: Quan
 
 def why_not_packed(quantizer: Quantizer) -> str | None:
     """Why a cache cannot keep its tokens packed; None for a quantizer whose tokens are bytes, each by itself."""
+    apart = [quantizer.of(kind) for kind in KINDS]
+    if apart[0] is not quantizer:
+        said = [(kind, why_not_packed(part)) for kind, part in zip(KINDS, apart, strict=True)]
+        return next((f"has a quantizer.{kind} that {why}" for kind, why in said if why), None)
     if isinstance(quantizer, DitheredQuantizer):
         return None  # codes and scales of the packed INT8 cache
     if not isinstance(quantizer, CodedQuantizer):

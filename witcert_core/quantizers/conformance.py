@@ -53,6 +53,10 @@ def check_quantizer(quantizer: Quantizer, head_dim: int = 128, num_heads: int = 
             f"{quantizer!r} is no quantizer; expected an instance of a class of Quantizer, such as the "
             "resolved_quantizer of a policy"
         )
+    if quantizer.of("k") is not quantizer:  # two, each with a contract of its own
+        for kind in KINDS:
+            check_quantizer(quantizer.of(kind), head_dim, num_heads, latent_dim)
+        return
     try:
         case = _Case(quantizer, head_dim, num_heads, latent_dim)
     except Exception as error:

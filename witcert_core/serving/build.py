@@ -23,7 +23,6 @@ from witcert_core.errors import UnsupportedError
 from witcert_core.kernels.host.dispatch import interpreting, serving_kernels, without_kernels
 from witcert_core.policy.model import Policy
 from witcert_core.quantizers.base import Quantizer
-from witcert_core.quantizers.coded import CodedQuantizer
 from witcert_core.quantizers.int8_dither import Int8Dither
 from witcert_core.serving.cache import Cache
 from witcert_core.serving.device.certify import KernelSums, PagedPool
@@ -149,7 +148,7 @@ def _coded(
 ) -> tuple[Storage, Acts]:
     quantizer = encoder.quantizer
     own = {number: layer for number, layer in layers.items() if isinstance(layer, CodedLayer)}
-    if not isinstance(quantizer, CodedQuantizer) or len(own) < len(layers) or geometry.latent:
+    if len(own) < len(layers) or geometry.latent:
         raise UnsupportedError(
             f"the pool of {geometry.backend} has no room for the codes of quantizer {quantizer.name!r}; set "
             "quantizer.storage to 'simulated'"

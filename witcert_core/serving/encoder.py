@@ -47,6 +47,11 @@ class Encoder:
                 f"quantizer {quantizer.name!r} takes keys before RoPE, which are not had back from a latent cache "
                 "(MLA); use a quantizer of post_rope keys"
             )
+        if geometry.latent and quantizer.of("v") is not quantizer:
+            raise UnsupportedError(
+                f"quantizer {quantizer.name!r} quantizes values by themselves, which a latent cache (MLA) reads out of "
+                "its keys; name one quantizer for both"
+            )
         if quantizer.space == "pre_rope" and tables is None:
             raise UnsupportedError(
                 f"quantizer {quantizer.name!r} takes keys before RoPE, and the rotary embeddings of this engine and "

@@ -131,6 +131,12 @@ LATENT_ROWS: tuple[Refusal[ServedModel], ...] = (
         lambda model: model.policy.resolved_quantizer.space == "pre_rope",
     ),
     _latent(
+        "`quantizer.k` and `quantizer.v`",
+        "a value is a part of its key there, and is quantized as one",
+        "name one quantizer for both",
+        lambda model: model.policy.resolved_quantizer.of("v") is not model.policy.resolved_quantizer,
+    ),
+    _latent(
         "`int8_dither_bypass`",
         "outliers are kept of keys of heads",
         "use `int8_dither` or `int8_dither_w`",
