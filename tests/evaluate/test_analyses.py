@@ -44,7 +44,7 @@ def test_the_cells_are_those_of_the_ledger(original: LoadedModel, name: str, mon
     monkeypatch.setattr("witcert_core.serving.build.without_kernels", lambda *_: "this test")
     spec, samples = parse_quantizer(name), samples_of(original)
     size = room(samples)
-    probe = FormProbe(original.geometry(size), (0.01, WITNESS) if name == "int8_dither" else (WITNESS,))
+    probe = FormProbe(original.shape, (0.01, WITNESS) if name == "int8_dither" else (WITNESS,))
     engine = OfflineEngine(original, measuring_policy(spec), size, probe)
     summaries = [engine.force(f"r{i}", s.prompt, s.answer)[1] for i, s in enumerate(samples)]
     table = probe.table()

@@ -48,7 +48,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma2Config": {"sliding_window": 6, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 20},
     "GptOssConfig": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 9},
     "GPTNeoXConfig": {"rotary_pct": 0.5, "num_key_value_heads": 4},
+    "Gemma4TextConfig": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    | {"global_head_dim": 512, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 97},
+    "MiMoV2FlashConfig": {"sliding_window": 8, "head_dim": 24, "v_head_dim": 16, "swa_num_key_value_heads": 4}
+    | {"layer_types": ["full_attention", "sliding_attention"], "n_routed_experts": 2, "num_experts_per_tok": 1},
 }
+SHAPES = {"Gemma4TextConfig": {(2, 16, 16), (1, 512, 512)}, "MiMoV2FlashConfig": {(2, 24, 16), (4, 24, 16)}}
+"""KV heads and channels of keys and values, of families whose layers differ in them."""
 
 
 def random_model(family: str) -> Any:
@@ -80,6 +87,37 @@ def test_an_exact_cache_gives_the_models_own_logits(family: str) -> None:
     assert summary["audit"]["violations"] == summary["audit"]["mismatches"] == 0
     assert summary["cells_exact"] == summary["audit"]["cells"] == 20 * 2 * 4
     assert summary["audit"]["tv_max"] < 1e-5
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize(
+    "quantizer",
+    [{"name": "int4_token_group"}, {"name": "int8_dither"}, {"name": "kvquant", "params": {"calibration_tokens": 16}}],
+    ids=lambda quantizer: quantizer["name"],
+)
+def test_layers_of_several_shapes_are_metered(family: str, quantizer: dict[str, Any]) -> None:
+    """Of keys before RoPE (kvquant) as well, by the tables of each type of layer."""
+    model = random_model(family)
+    loaded = wrap_model(model, None, check_config(model.config, family), family)
+    engine = OfflineEngine(loaded, policy("", quantizer=quantizer), 64)
+    groups = [group.geometry for group in engine.runtime.groups]
+    assert {(of.num_kv_heads, of.head_dim, of.v_head_dim) for of in groups} == SHAPES[family]
+    ids = [1 + i * 7 % 90 for i in range(60)]
+    _, summary = engine.force("r", ids[:40], ids[40:])
+    assert summary["audit"]["violations"] == summary["audit"]["mismatches"] == 0
+    assert summary["cells_measured"] == summary["audit"]["cells"] == summary["audit"]["outputs"] == 19 * 2 * 4
+    assert summary["audit"]["tv_max"] > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [({"gate": {"kind": "combined"}}, "gate.kind"), ({"meter": {"stride": 1, "audit_share": 0.5}}, "audit_share")],
+)
+def test_what_needs_layers_of_one_shape_is_refused(sections: dict[str, Any], said: str) -> None:
+    model = random_model("Gemma4TextConfig")
+    loaded = wrap_model(model, None, check_config(model.config, "m"), "m")
+    with pytest.raises(UnsupportedError, match=f"{said}.* with layers of 2 shapes"):
+        OfflineEngine(loaded, policy("int8_dither", **sections), 64)
 
 
 def test_quantized_answers_are_those_of_the_demonstrations_reference(original: LoadedModel) -> None:

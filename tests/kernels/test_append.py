@@ -153,3 +153,8 @@ def test_bad_shapes_are_named() -> None:
     pool.key = pool.key[..., :32]
     with pytest.raises(InputError, match=r"must be \[T, 1, 64\]"):
         pool.write(SMALL, "auto")
+
+
+def test_heads_of_512_channels() -> None:
+    """The widest that are served."""
+    check({**SMALL, "T": 33, "D": 512, "witness": True})

@@ -116,6 +116,22 @@ def test_matches_float64(case: dict[str, Any]) -> None:
     check(case)
 
 
+def test_heads_of_512_channels() -> None:
+    """The widest that are served."""
+    check(
+        {
+            "S": 65,
+            "page": 16,
+            "D": 512,
+            "G": 4,
+            "dtype": torch.float16,
+            "layout": "HND",
+            "option": "three",
+            "values": True,
+        }
+    )
+
+
 GRID = full({key: FACTORS[key] for key in ("S", "page", "D", "G", "dtype")})
 
 

@@ -79,6 +79,25 @@ def test_matches_float64(case: dict[str, Any]) -> None:
     check(case)
 
 
+def test_heads_of_512_channels() -> None:
+    """The widest that are served."""
+    check(
+        {
+            "S": 65,
+            "page": 16,
+            "D": 512,
+            "G": 4,
+            "dtype": torch.float16,
+            "layout": "HND",
+            "option": "three",
+            "witness": True,
+            "rows": "mixed",
+            "delta": 1e-7,
+            "bypass": 1,
+        }
+    )
+
+
 GRID = full({key: FACTORS[key] for key in ("S", "page", "D", "G", "dtype")})
 
 

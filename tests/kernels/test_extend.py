@@ -102,3 +102,9 @@ def test_chunk_of_another_dtype_is_refused() -> None:
             max_q_len=2,
             max_kv_len=20,
         )
+
+
+def test_heads_of_512_channels() -> None:
+    """The widest that are served."""
+    case = {"prefix": 65, "new": 17, "page": 16, "D": 512, "G": 4, "dtype": torch.float16}
+    check({**case, "option": "plain", "witness": True, "bypass": 1})

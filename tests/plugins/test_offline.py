@@ -82,7 +82,7 @@ def model_of(family: str, **changes: Any) -> Any:
     ],
 )
 def test_tables_of_families(family: str, changes: dict[str, Any], dim: int, interleaved: bool, mscale: float) -> None:
-    table = rotary_tables(model_of(family, **changes), 16, 64)(0)
+    table = rotary_tables(model_of(family, **changes), {0: 16}, 64)(0)
     assert (table.spec.dim, table.spec.interleaved) == (dim, interleaved)
     assert torch.allclose(table.mscale(torch.arange(64)), torch.tensor(mscale), atol=1e-3)
 
@@ -96,7 +96,7 @@ def test_tables_of_families(family: str, changes: dict[str, Any], dim: int, inte
 )
 def test_embeddings_without_one_table_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        rotary_tables(model_of(family, **changes), 16, 64)
+        rotary_tables(model_of(family, **changes), {0: 16}, 64)
 
 
 def test_a_wrong_pairing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,4 +105,4 @@ def test_a_wrong_pairing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_cohere.apply_rotary_pos_emb)
     with pytest.raises(UnsupportedError, match="turns its keys otherwise than its table says"):
-        rotary_tables(model_of("LlamaConfig"), 16, 64)
+        rotary_tables(model_of("LlamaConfig"), {0: 16}, 64)

@@ -54,8 +54,8 @@ def verdict_on(file: Path, policy: Policy = INT4, kv_cache_dtype: str = "auto") 
         ({"is_encoder_decoder": True}, "is an encoder-decoder model"),
         ({"use_bidirectional_attention": True}, "attends both ways"),
         ({"alibi": True}, "ALiBi"),
-        ({"head_dim": 192, "v_head_dim": 128}, "keys and values of different widths"),
-        ({"head_dim": 72}, "has head_dim 72"),
+        ({"head_dim": 528}, "has heads of 528 channels"),
+        ({"head_dim": 128, "v_head_dim": 72}, "has heads of 72 channels"),
         ({"attention_layer_map": [1, 0, 1, 0]}, "is not understood here"),
     ],
 )

@@ -155,6 +155,11 @@ def test_windows_under_any_name(changes: dict[str, Any], windows: list[int]) -> 
             {"sliding_window": 7, "sliding_window_pattern": 2, "swa_num_key_value_heads": 4, "swa_head_dim": 32},
             {(4, 32, 32): 2, (2, 64, 64): 2},
         ),
+        (
+            {"model_type": "mimo_v2_flash", "layer_types": ["full_attention", *["sliding_attention"] * 3]}
+            | {"sliding_window": 7, "v_head_dim": 32},
+            {(2, 64, 32): 1, (4, 64, 32): 3},
+        ),
         ({"per_layer_config": {"02": {"head_dim": 128}}}, {(2, 64, 64): 3, (2, 128, 128): 1}),
     ],
 )

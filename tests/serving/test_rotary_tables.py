@@ -27,7 +27,7 @@ class Rope(torch.nn.Module):
 
 
 def test_rotary_embeddings_are_checked_or_refused() -> None:
-    table = rotary_tables({0: Rope(), 3: Rope()}, 64, torch.float32, "cpu")(3)
+    table = rotary_tables({0: Rope(), 3: Rope()}, {0: 64, 3: 64}, torch.float32, "cpu")(3)
     x = torch.randn(5, 1, 64)
     _, turned = Rope()(torch.arange(5), x[:, 0], x[:, 0])
     assert torch.allclose(table.rotate(x, torch.arange(5))[:, 0], turned, atol=1e-6)
@@ -38,4 +38,4 @@ def test_rotary_embeddings_are_checked_or_refused() -> None:
         (Rope(cos_sin_cache=None), "no table of plain positions"),
     ):
         with pytest.raises(UnsupportedError, match=message):
-            rotary_tables({0: rope}, 64, torch.float32, "cpu")
+            rotary_tables({0: rope}, {0: 64}, torch.float32, "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPoo
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
+from witcert_sglang.backend import metered
 from witcert_sglang.refusals.worker import check_pool
+from witcert_sglang.selfcheck import forward_batch
 
 from witcert_core.errors import UnsupportedError
 from witcert_core.meter.attention import AttentionSpec
@@ -78,3 +81,16 @@ def test_pools_of_other_pools_are_refused() -> None:
     pool.full_kv_pool = Other(SLOTS, 1, torch.float32, HKV, D, 2, "cpu", False)
     with pytest.raises(UnsupportedError, match="the server uses Other"):
         check_pool(pool, policy, torch.float32)
+
+
+def test_a_mask_of_an_images_tokens_is_refused() -> None:
+    """As Gemma 3 and 4 hand one to the Triton backend, of prompts with images; drafts have one as well."""
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    kind: Any = metered(TritonAttnBackend)
+    backend = kind.__new__(kind)
+    backend.forward_metadata = SimpleNamespace(custom_mask=torch.ones(4, dtype=torch.bool))
+    batch = forward_batch(0, 0, torch.arange(2), is_decode=False, device="cpu")
+    q = torch.zeros(2, 8)
+    with pytest.raises(UnsupportedError, match="layer 3 attends under a mask of its own"):
+        backend.forward_extend(q, q, q, SimpleNamespace(layer_id=3), batch)

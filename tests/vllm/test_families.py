@@ -90,6 +90,21 @@ def test_without_the_hybrid_manager_every_token_stays(tmp_path: Path) -> None:
         assert summary["gate"]["repaired_blocks"] > 0
 
 
+def test_without_the_hybrid_manager_shapes_share_a_block_table(tmp_path: Path) -> None:
+    """One cache group of vLLM's, two of ours, and a slot is followed in both."""
+    model = make_checkpoint("gemma4", tmp_path / "model")
+    policy = {"quantizer": {"name": "int8_dither"}, "meter": AUDITED}
+    options = {**SMALL, "block_size": 32, "disable_hybrid_kv_cache_manager": True}
+    with running_engine(model, tmp_path, policy, **options) as engine:
+        answers = [a for _ in range(2) for a in engine.ask(prompts(), max_tokens=8, ignore_eos=True)]
+        runtime = process.runtime()
+    assert [(of.geometry.num_kv_heads, of.geometry.head_dim) for of in runtime.groups] == [(2, 256), (1, 512)]
+    assert runtime.tables == [0, 0]
+    for audit in (answer.summary["audit"] for answer in answers):
+        assert audit["violations"] == audit["mismatches"] == 0
+        assert audit["outputs"] == audit["cells"] >= 7 * 4 * 4
+
+
 @pytest.mark.parametrize(
     ("name", "quantizer", "section", "said"),
     [
@@ -97,9 +112,10 @@ def test_without_the_hybrid_manager_every_token_stays(tmp_path: Path) -> None:
         ("mistral", {"name": "int8_dither", "storage": "packed"}, {}, "quantizer.storage: packed with layers whose"),
         ("granite4", {"name": "int8_dither", "storage": "packed"}, {}, "layers that keep a recurrent state"),
         ("gpt_oss", {"name": "int8_dither"}, {"meter": {"audit_share": 0.5}}, "meter.audit_share"),
+        ("mimo_v2_flash", {"name": "int8_dither"}, {}, "keys and values of different widths"),
     ],
 )
-def test_what_needs_every_token_in_one_group_is_refused(
+def test_what_is_not_followed_is_refused(
     name: str, quantizer: dict[str, Any], section: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     model = make_checkpoint(name, tmp_path / "model")

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.zoo import family, grouped, hybrid, latent, windowed
+from tests.zoo import family, grouped, hybrid, latent, shaped, windowed
 from tests.zoo.family import Family
 
-FAMILIES: dict[str, Family] = {**grouped.FAMILIES, **windowed.FAMILIES, **hybrid.FAMILIES, **latent.FAMILIES}
+_KINDS = (grouped, windowed, hybrid, latent, shaped)
+FAMILIES: dict[str, Family] = {name: family for kind in _KINDS for name, family in kind.FAMILIES.items()}
 
 
 def served_by(engine: str) -> list[Any]:

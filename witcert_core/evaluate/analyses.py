@@ -82,13 +82,13 @@ def analyse_coverage(
     inputs: Inputs, specs: Sequence[QuantizerSpec], deltas: Sequence[float], console: Console
 ) -> dict[str, Any]:
     """Coverage of every form, by quantizer (schema witcert.coverage/1)."""
-    geometry = inputs.loaded.geometry(1)
+    model = inputs.loaded.shape
     results = {}
     with progress(console) as shown:
         bar = shown.add_task("coverage", total=len(specs))
         for spec in specs:
             table, _ = collect(inputs.loaded, spec, inputs.samples, deltas)
-            results[spec.label] = coverage.coverage_of(table, len(geometry.layers), geometry.total_qo_heads)
+            results[spec.label] = coverage.coverage_of(table, len(model.layers), model.num_qo_heads)
             shown.advance(bar)
     return {"schema": coverage.SCHEMA, "about": dict(inputs.about), "taus": list(coverage.TAUS), "quantizers": results}
 

@@ -27,7 +27,7 @@ from witcert_core.meter.sums import AccField
 from witcert_core.meter.tv import softmax_with_sink
 from witcert_core.policy.model import GateSettings
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.geometry import Geometry
+from witcert_core.serving.models.attention import ModelAttention
 from witcert_core.serving.passes import RowPlan
 from witcert_core.serving.storage.simulated import SimulatedStorage
 
@@ -75,10 +75,11 @@ class CellTable:
 class FormProbe:
     """Looks at every attention call of an offline engine and keeps its cells; see `OfflineEngine`.
 
-    deltas: failure probabilities of a request; 0 for the deterministic tier, others for dithered quantizers only.
+    model: its attention. deltas: failure probabilities of a request; 0 for the deterministic tier, others for dithered
+    quantizers only.
     """
 
-    geometry: Geometry
+    model: ModelAttention
     deltas: tuple[float, ...]
     sample: int = 0
     _parts: list[dict[str, Tensor]] = field(default_factory=list)
@@ -152,7 +153,7 @@ class FormProbe:
     def _delta_loc(self, delta: float, ordinal: int) -> float:
         if delta == WITNESS:
             return 0.0
-        budget = Budget(delta=delta, num_layers=len(self.geometry.layers), num_qo_heads=self.geometry.total_qo_heads)
+        budget = Budget(delta=delta, num_layers=len(self.model.layers), num_qo_heads=self.model.num_qo_heads)
         return budget.delta_loc(ordinal)
 
 

@@ -87,7 +87,7 @@ def collect(
 ) -> tuple[CellTable, list[Forced]]:
     """All cells and the outcome of every sample."""
     size = room(samples)
-    probe = FormProbe(loaded.geometry(size), deltas_of(spec, deltas))
+    probe = FormProbe(loaded.shape, deltas_of(spec, deltas))
     engine = OfflineEngine(loaded, measuring_policy(spec), size, probe)
     outcomes = []
     for number, sample in enumerate(samples):

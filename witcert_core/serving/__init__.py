@@ -58,11 +58,14 @@ if TYPE_CHECKING:
     from witcert_core.serving.http import Answer as Answer
     from witcert_core.serving.http import Shared as Shared
     from witcert_core.serving.http import SummaryStore as SummaryStore
+    from witcert_core.serving.models.attention import describe as describe
     from witcert_core.serving.models.declared import DeclaredModel as DeclaredModel
     from witcert_core.serving.models.declared import check_declared as check_declared
     from witcert_core.serving.models.files import unreadable_errors as unreadable_errors
     from witcert_core.serving.models.grouped import GROUP_ROWS as GROUP_ROWS
+    from witcert_core.serving.models.grouped import QUERY_HEADS as QUERY_HEADS
     from witcert_core.serving.models.grouped import Grouped as Grouped
+    from witcert_core.serving.models.grouped import check_query_heads as check_query_heads
     from witcert_core.serving.models.kinds import KINDS as KINDS
     from witcert_core.serving.models.served import DECLARED_ROWS as DECLARED_ROWS
     from witcert_core.serving.models.served import KIND_ROWS as KIND_ROWS
@@ -132,9 +135,10 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "witcert_core.serving.geometry": ("Geometry",),
     "witcert_core.serving.groups": ("GroupSlots",),
     "witcert_core.serving.http": ("Answer", "META_KEY", "Shared", "SummaryStore"),
+    "witcert_core.serving.models.attention": ("describe",),
     "witcert_core.serving.models.declared": ("DeclaredModel", "check_declared"),
     "witcert_core.serving.models.files": ("unreadable_errors",),
-    "witcert_core.serving.models.grouped": ("GROUP_ROWS", "Grouped"),
+    "witcert_core.serving.models.grouped": ("GROUP_ROWS", "Grouped", "QUERY_HEADS", "check_query_heads"),
     "witcert_core.serving.models.kinds": ("KINDS",),
     "witcert_core.serving.models.served": (
         "DECLARED_ROWS",

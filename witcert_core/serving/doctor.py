@@ -209,26 +209,24 @@ def coverage(model: ServedModel) -> Iterator[Finding]:
 
 def memory(model: ServedModel) -> str:
     """Bytes of a token in all layers and heads, beside those of keys and values as they are."""
-    policy, quantizer, width = model.policy, model.policy.resolved_quantizer, model.head_dim
-    latent = model.attention.latent_dim  # a row a token, and values are a part of it
-    heads = (1 if latent else model.num_kv_heads) * len(model.layers)
-    exact = format_bytes((width if latent else 2 * width) * model.dtype.itemsize * heads)
-    rotary = model.attention.rotary(width)
-    beside = side_bytes_per_head(
-        quantizer, rotary, latent or width, model.dtype.itemsize, policy.sketch_bits, policy.meter.bands
-    )
-    if policy.stores_parts:
-        kept = format_bytes((sum(coded_bytes(quantizer, width, width)) + beside) * heads)
-        return f"{kept} a token, witnesses included, instead of {exact}"
+    policy, quantizer, itemsize = model.policy, model.policy.resolved_quantizer, model.dtype.itemsize
+    latent = bool(model.attention.latent_dim)  # a row a token, and values are a part of it
+
+    def per_head(k: int, v: int) -> int:
+        if policy.quantizer.storage == "packed" and not policy.stores_parts:
+            values = None if latent else v
+            layout = KVLayout(k, values, quantizer.bypass_pairs, quantizer.stored_witness, values_in_keys=latent)
+            return layout.bytes_per_token_head
+        rotary = model.attention.rotary(k)
+        beside = side_bytes_per_head(quantizer, rotary, v, itemsize, policy.sketch_bits, policy.meter.bands)
+        return beside + (sum(coded_bytes(quantizer, k, v)) if policy.stores_parts else 0)
+
+    shapes = model.attention.shapes.items()
+    exact = format_bytes(sum(layers * heads * (k if latent else k + v) * itemsize for (heads, k, v), layers in shapes))
+    found = format_bytes(sum(layers * heads * per_head(k, v) for (heads, k, v), layers in shapes))
     if policy.quantizer.storage == "packed":
-        layout = KVLayout(
-            width,
-            stored_witness=quantizer.stored_witness,
-            bypass_pairs=quantizer.bypass_pairs,
-            values_in_keys=bool(latent),
-        )
-        return f"{format_bytes(layout.bytes_per_token_head * heads)} a token, witnesses included, instead of {exact}"
-    return f"{format_bytes(beside * heads)} of witnesses a token beside {exact} of keys and values"
+        return f"{found} a token, witnesses included, instead of {exact}"
+    return f"{found} of witnesses a token beside {exact} of keys and values"
 
 
 # The command -------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from witcert_core.quantizers.rotary import RotarySpec
 
 @dataclass(frozen=True)
 class Geometry:
-    """One rank's cache, or one group of its layers: layer ids are global, heads are this rank's, SLOTS counts padding
-    slots as well.
+    """One rank's cache, or one group of its layers, all of one shape: layer ids are global, heads are this rank's,
+    SLOTS counts padding slots as well.
 
     pool_dtype: what an unquantized pool would hold, the dtype in which a key counts as exact. window: tokens before
     its own that a row still finds in the cache, None where none leave it; null_slots: how many of the first slots hold

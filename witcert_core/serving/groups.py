@@ -1,8 +1,9 @@
-"""Cache groups: layers that keep a token in the same slot, and everything that is remembered by slot.
+"""Cache groups: layers of one shape that keep a token in the same slot, and everything that is remembered by slot.
 
 An engine with one pool for all layers has one group. Layers with a sliding window may have a pool of their own, and an
 engine may split the layers of a model over several page tables: the tokens of a pass are then in other slots for each
-group, and its rows are the same for all.
+group, and its rows are the same for all. Layers of another shape (KV heads, channels of keys or values) are a group of
+their own as well, though their tokens may be in the same slots.
 
 Shapes: SLOTS slots of the group, S tokens of a request, N new tokens of a pass.
 """

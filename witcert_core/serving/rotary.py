@@ -19,8 +19,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 WHY = "keys before RoPE cannot be had; use a quantizer of post_rope keys"
 
 
-def rotary_tables(modules: Mapping[int, Any], head_dim: int, dtype: torch.dtype, device: str | torch.device) -> Tables:
-    """The tables of `modules`, layer -> its rotary embedding or None.
+def rotary_tables(
+    modules: Mapping[int, Any], head_dims: Mapping[int, int], dtype: torch.dtype, device: str | torch.device
+) -> Tables:
+    """The tables of `modules`, layer -> its rotary embedding or None. head_dims: channels of a key, by layer.
 
     Raises UnsupportedError for a layer without one, for one without a table of plain positions, and for one that does
     not turn keys as its table says (checked on random keys, so a wrong pairing of channels is found here).
@@ -29,10 +31,10 @@ def rotary_tables(modules: Mapping[int, Any], head_dim: int, dtype: torch.dtype,
         if rope is None:
             raise UnsupportedError(f"layer {layer} has no rotary embedding beside it: {WHY}")
     for layer, rope in {id(rope): (layer, rope) for layer, rope in modules.items()}.values():
-        _check(layer, rope, head_dim, dtype, device)
+        _check(layer, rope, head_dims[layer], dtype, device)
 
     def table(layer: int) -> RotaryTable:
-        return _table(modules[layer], head_dim)
+        return _table(modules[layer], head_dims[layer])
 
     return table
 

@@ -45,7 +45,8 @@ class Runtime:
     """State of the metered process; built once the engine's pool exists. group_of: layer -> number of its cache group.
 
     engine: its name in reports. pool: the engine's, or the buffers of a packed one (`build_cache`); of all groups,
-    each layer by its own group's slots. geometry: of the first cache group, others: of those beyond it.
+    each layer by its own group's slots. geometry: of the first cache group, others: of those beyond it, with as many
+    query heads.
     keeps_ledger: false where tokens are committed in another process, which then keeps it (`make_ledger`).
     tables: the rotary embeddings of the layers, for quantizers of keys before RoPE. num_hidden_layers: of the model,
     where some of them keep no keys and values. without_law: why no request of this engine has the probabilistic tier,
@@ -163,6 +164,10 @@ class Runtime:
     def in_pass(self) -> bool:
         """Whether a pass with requests is running (an engine's warm-up passes carry none)."""
         return self.now is not None
+
+    def geometry_of(self, layer: int) -> Geometry:
+        """The shape of the cache group that a layer belongs to."""
+        return self.groups[self.group_of[layer]].geometry
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention of one layer on quantized keys and values, with the planned rows metered."""

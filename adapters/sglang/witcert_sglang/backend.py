@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
+from witcert_core.errors import UnsupportedError
 from witcert_sglang.runtime import SglangRuntime
 
 
@@ -27,6 +28,12 @@ class MeteredBackend(AttentionBackend):
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kw: Any
     ) -> Tensor:
+        masked = getattr(getattr(self, "forward_metadata", None), "custom_mask", None) is not None
+        if masked and not forward_batch.forward_mode.is_target_verify():  # whose mask is that of a chain of drafts
+            raise UnsupportedError(
+                f"layer {layer.layer_id} attends under a mask of its own (tokens of an image attend to each other), "
+                "which the meter does not follow; ask without images, or unset WITCERT_POLICY"
+            )
         return self.witcert_runtime.attend_layer(
             super().forward_extend, q, k, v, layer, forward_batch, save_kv_cache, False, kw, type(self)
         )

@@ -116,7 +116,7 @@ def as_read(path: str, policy: Policy) -> Iterator[Finding]:
         yield asked
         return
     yield from coverage(model)
-    yield kernels(policy, device, model.head_dim)
+    yield kernels(policy, device, *model.head_dims)
     yield asked
     if device != "cpu":
         yield Finding("note", "flags", "start the server with --attention-backend triton --disable-cuda-graph")

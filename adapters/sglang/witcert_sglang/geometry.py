@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from witcert_core import RotarySpec
-from witcert_core.serving import Geometry, Ranks
+from witcert_core.serving import Geometry, Ranks, describe
 from witcert_sglang.sub_pools import SubPool, is_latent
 
 
@@ -43,7 +43,7 @@ def read_geometry(
         )
     num_kv_heads = pool.head_num
     # Fewer KV heads than ranks: SGLang gives neighbouring ranks the same one.
-    total = config.get_total_num_kv_heads()
+    total = total_kv_heads(config, sub.layers[0])
     first_kv_head = rank * num_kv_heads if total >= num_ranks else rank * total // num_ranks
     return Geometry(
         **sizes,
@@ -58,6 +58,13 @@ def read_geometry(
         window=window if sub.windowed else None,
         null_slots=1 if sub.windowed else 0,
     )
+
+
+def total_kv_heads(config: Any, layer: int) -> int:
+    """KV heads of a layer on all ranks together; config: SGLang's `ModelConfig`, whose own number is of the layers
+    without a window."""
+    found = describe(config.hf_config, "this model", config.hf_text_config)
+    return next(of.num_kv_heads for of in found.layers if of.index == layer)
 
 
 def rotary_dim(hf_config: Any, head_dim: int) -> int | None:

@@ -199,7 +199,7 @@ class SglangRuntime(Runtime):
             raise UnsupportedError(
                 f"layer {layer.layer_id} passes {odd} to its attention, which the meter does not follow"
             )
-        g, packed = self.geometry, self.policy.quantizer.storage == "packed"
+        g, packed = self.geometry_of(layer.layer_id), self.policy.quantizer.storage == "packed"
         now = self.groups[self.group_of[layer.layer_id]].now
 
         def run(own_k: Tensor | None, own_v: Tensor | None) -> Tensor:

@@ -57,11 +57,13 @@ def check_attention(backend: Any, layers: Sequence[Any], requests: Any, pool: An
         return []
     takes_sinks = "sinks" in inspect.signature(stock.forward_decode).parameters
     said = []
-    kinds: dict[Kind, Any] = {}
+    kinds: dict[tuple[Any, ...], tuple[Kind, Any]] = {}
     for layer in layers:
+        shape = layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
         for sinks in {False, takes_sinks}:
-            kinds.setdefault(Kind(layer.sliding_window_size, layer.logit_cap, layer.scaling, sinks), layer)
-    for kind, layer in kinds.items():
+            kind = Kind(layer.sliding_window_size, layer.logit_cap, layer.scaling, sinks)
+            kinds.setdefault((kind, *shape), (kind, layer))
+    for kind, layer in kinds.values():
         room = min(requests.req_to_token.shape[1], pool.size, getattr(pool, "size_swa", pool.size))
         length = min(max(kind.window + 1, 0) + PREFIX, room) - CHUNK - 1
         if length < 1:

@@ -98,7 +98,8 @@ def check_model(policy: Policy, config: Any, args: Any) -> None:
     check_served(model, ROWS)
     windows = [layer.window for layer in model.attention.windows if layer.window]
     if config.is_hybrid_swa and windows:
-        refuse(GROUP_ROWS, Grouped(policy, 1 + (len(windows) < len(model.layers)), min(windows) - 1))
+        shapes = len(model.attention.shapes)
+        refuse(GROUP_ROWS, Grouped(policy, 1 + (len(windows) < len(model.layers)), shapes, min(windows) - 1))
 
 
 def is_main_process() -> bool:

@@ -54,7 +54,8 @@ class SchedulerProcess:
             tables = None
             if self.quantizer.space == "pre_rope":
                 found = rotary_modules(runner.model, self.policy.quantizer.layers_of(sorted(windows_of)))
-                tables = rotary_tables(found, geometry.head_dim, runner.dtype, geometry.device)
+                head_dims = {layer.layer_id: layer.qk_head_dim for layer in layers}
+                tables = rotary_tables(found, head_dims, runner.dtype, geometry.device)
             self.runtime = SglangRuntime(
                 self.policy,
                 geometry,
@@ -90,9 +91,9 @@ class SchedulerProcess:
 
     def after_window_sizes(self, _result: None, configurator: Any, kvc: Any) -> None:
         """The same for the two pools of layers with and without a window, whose bytes are of one layer each."""
-        beside = 0 if kvc.is_draft_worker else side_bytes_per_token(self.policy, kvc, 1)
-        configurator._full_per_token += beside
-        configurator._swa_per_token += beside
+        if not kvc.is_draft_worker:
+            configurator._full_per_token += side_bytes_per_token(self.policy, kvc, 1)
+            configurator._swa_per_token += side_bytes_per_token(self.policy, kvc, 1, windowed=True)
         configurator._recompute_cell_size()
 
     def around_forward(

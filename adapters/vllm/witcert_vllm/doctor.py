@@ -76,6 +76,6 @@ def as_read(path: str, policy: Policy) -> Iterator[Finding]:
     if refused(findings):
         return
     yield from coverage(model)
-    yield kernels(policy, model.device, model.head_dim)
+    yield kernels(policy, model.device, *model.head_dims)
     if untried := untried_device(model.device):
         yield Finding("note", "device", untried)

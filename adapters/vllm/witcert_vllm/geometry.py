@@ -10,7 +10,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from witcert_core import RotarySpec
-from witcert_core.serving import Geometry, Ranks
+from witcert_core.serving import Geometry, Ranks, describe
 from witcert_vllm.backend import described
 from witcert_vllm.drafts import own_layers
 from witcert_vllm.refusals.worker import is_latent
@@ -70,16 +70,31 @@ def attention_groups(kv_cache_config: Any, vllm_config: Any) -> dict[int, Attent
     return found
 
 
+def of_one_shape(layers: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Attention layers by name, those with as many KV heads of as many channels together."""
+    found: dict[tuple[int, ...], dict[str, Any]] = {}
+    for name, layer in layers.items():
+        found.setdefault((layer.num_kv_heads, layer.head_size, value_width(layer)), {})[name] = layer
+    return list(found.values())
+
+
 def block_size(layer: Any) -> int:
     """Tokens of a block in the cache of an attention layer."""
     return int(layer.kv_cache.shape[1 if is_latent(layer) else 2])
 
 
+def total_kv_heads(config: Any, layer: int) -> int:
+    """KV heads of a layer on all ranks together; config: vLLM's `ModelConfig`, whose own number is of one of the
+    layers."""
+    found = describe(config.hf_config, "this model", config.hf_text_config)
+    return next(of.num_kv_heads for of in found.layers if of.index == layer)
+
+
 def read_geometry(
     vllm_config: Any, layers: Mapping[str, Any], window: int | None, rank: int, num_ranks: int
 ) -> Geometry:
-    """The geometry of `layers` (vLLM's `Attention` or `MLAAttention` by name), of one cache group, on one of the
-    tensor-parallel ranks.
+    """The geometry of `layers` (vLLM's `Attention` or `MLAAttention` by name), of one cache group and one shape, on one
+    of the tensor-parallel ranks.
 
     window: as in `AttentionGroup`. Latents are the same on every rank: one KV head, of which each rank has a part of
     the query heads.
@@ -88,13 +103,14 @@ def read_geometry(
     config = vllm_config.model_config
     # Fewer KV heads than ranks: vLLM gives neighbouring ranks the same one.
     latent = is_latent(first)
-    total = 1 if latent else config.get_total_num_kv_heads()
+    numbers = tuple(sorted(layer_ids(list(layers)).values()))
+    total = 1 if latent else total_kv_heads(config, numbers[0])
     local = first.num_kv_heads
     first_head = rank * local if total >= num_ranks else rank * total // num_ranks
     return Geometry(
         backend=described(first.attn_backend.get_name()),
         total_qo_heads=total_qo_heads(vllm_config),
-        layers=tuple(sorted(layer_ids(list(layers)).values())),
+        layers=numbers,
         num_qo_heads=first.num_heads,
         num_kv_heads=local,
         kv_head_ids=tuple(range(first_head, first_head + local)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -37,20 +38,23 @@ def bytes_per_block(policy: Policy, vllm_config: Any, specs: Mapping[str, Any]) 
 
 
 def side_bytes_per_token(policy: Policy, vllm_config: Any, specs: Sequence[Any]) -> int:
-    """Bytes of a token in the side tensors of the layers of a cache group on this rank, plus its pass id."""
+    """Bytes of a token in the side tensors of the layers of a cache group on this rank, plus its pass id and, where it
+    may wait to be quantized, a flag: both for each shape of layers."""
     quantizer, model = policy.resolved_quantizer, vllm_config.model_config
+    shapes = Counter((spec.num_kv_heads, spec.head_size, spec.head_size_v) for spec in specs)
     if policy.quantizer.storage == "packed" and not policy.stores_parts:
-        return capacity.PASS_ID_BYTES
-    spec = specs[0]
+        return capacity.PASS_ID_BYTES * len(shapes)
     latent = model.hf_text_config.kv_lora_rank if model.use_mla else 0
-    rotary = rotary_spec(model.hf_text_config, spec.head_size, latent)
-    per_head = capacity.side_bytes_per_head(
-        quantizer,
-        rotary,
-        latent or spec.head_size_v,
-        model.dtype.itemsize,
-        policy.sketch_bits,
-        policy.meter.bands,
-    )
-    flag = 0 if QuantizeSchedule.of(quantizer).immediate else 1  # whether a token waits to be quantized
-    return capacity.side_bytes_per_token(per_head, spec.num_kv_heads, len(specs)) + flag
+    flag = 0 if QuantizeSchedule.of(quantizer).immediate else 1
+    found = 0
+    for (heads, width, values), layers in shapes.items():
+        per_head = capacity.side_bytes_per_head(
+            quantizer,
+            rotary_spec(model.hf_text_config, width, latent),
+            latent or values,
+            model.dtype.itemsize,
+            policy.sketch_bits,
+            policy.meter.bands,
+        )
+        found += capacity.side_bytes_per_token(per_head, heads, layers) + flag
+    return found

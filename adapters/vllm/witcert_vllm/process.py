@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _runtime: VllmRuntime | None = None
 _announced: tuple[list[str], list[int]] | None = None
 _built: dict[int, Any] = {}
-"""Metadata of the announced pass by cache group."""
+"""Metadata of the announced pass by vLLM's cache group."""
 
 
 def set_runtime(runtime: VllmRuntime | None) -> None:
@@ -64,11 +64,11 @@ def metadata_built(layer_names: Sequence[str], metadata: Any, absorbed: int | No
     if _announced is None:
         return
     live = runtime()
-    for group in {live.group_of_name(name) for name in layer_names if name in live.layer_ids}:
-        _built.setdefault(group, metadata)
-    if len(_built) == len(live.groups):
+    for table in {live.table_of(name) for name in layer_names if name in live.layer_ids}:
+        _built.setdefault(table, metadata)
+    if len(_built) == len(live.block_sizes):
         (ids, drafts), _announced = _announced, None
-        live.begin_pass(ids, [_built[number] for number in range(len(live.groups))], drafts, absorbed)
+        live.begin_pass(ids, [_built[number] for number in range(len(live.block_sizes))], drafts, absorbed)
 
 
 def end_pass() -> StepCells | None:

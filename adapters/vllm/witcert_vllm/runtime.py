@@ -18,21 +18,23 @@ from witcert_core.serving import DECOMPRESSED, AttentionCall, GroupSlots, Kernel
 class VllmRuntime(Runtime):
     """The meter of one worker process; its ledger is the scheduler's (`connector.py`).
 
-    block_sizes: by cache group. written: by cache group, the slots [N] of the pass's new tokens.
+    tables: by cache group of the core, the number of vLLM's, which has a block table and may have layers of several
+    shapes. block_sizes: by vLLM's. written: by vLLM's, the slots [N] of the pass's new tokens.
     """
 
     layer_ids: dict[str, int]
+    tables: list[int]
     block_sizes: list[int]
     written: list[Tensor]
     positions: Tensor
 
-    def group_of_name(self, layer_name: str) -> int:
-        """The number of the cache group that an attention layer belongs to."""
-        return self.group_of[self.layer_ids[layer_name]]
+    def table_of(self, layer_name: str) -> int:
+        """The number of vLLM's cache group that an attention layer belongs to."""
+        return self.tables[self.group_of[self.layer_ids[layer_name]]]
 
     def written_of(self, layer: int) -> Tensor:
         """The slots [N] of the pass's new tokens in a layer."""
-        return self.written[self.group_of[layer]]
+        return self.written[self.tables[self.group_of[layer]]]
 
     def begin_pass(
         self, request_ids: Sequence[str], groups: Sequence[Any], drafts: Sequence[int], absorbed: int | None = None
@@ -54,7 +56,7 @@ class VllmRuntime(Runtime):
         device = metadata.slot_mapping.device
         request, self.positions = torch.tensor(rows, dtype=torch.int64, device=device).unbind(1)
         self.written = [of.slot_mapping[: starts[-1]].to(torch.int64) for of in groups]
-        tables = []
+        places = []
         for number, of in enumerate(groups):
             slots = slots_of(of.block_table_tensor[: len(request_ids)], max(lengths), self.block_sizes[number])
             if not torch.equal(slots[request, self.positions], self.written[number]):
@@ -63,11 +65,11 @@ class VllmRuntime(Runtime):
                     "install the vLLM version that docs/limits.md names, or unset WITCERT_POLICY"
                 )
             mine = [slots[i, :length] for i, length in enumerate(lengths)]
-            if (window := self.groups[number].geometry.window) is not None:
+            if (window := self.groups[self.tables.index(number)].geometry.window) is not None:
                 # vLLM frees blocks that left the window, and leaves their numbers in the tables of the worker.
                 for own, count in zip(mine, new, strict=True):
                     own[: max(own.numel() - count - window, 0)] = 0
-            tables.append(mine)
+            places.append(GroupSlots(mine, self.written[number]))
         prefilling: Sequence[bool | None] = [None] * len(new)
         if metadata.is_prefilling is not None:
             prefilling = metadata.is_prefilling[: len(new)].tolist()
@@ -80,7 +82,7 @@ class VllmRuntime(Runtime):
         requests = [
             RequestPass(
                 rid,
-                tables[0][i],
+                places[0].requests[i],
                 new[i],
                 prefilling[i],
                 stored[i],
@@ -89,8 +91,7 @@ class VllmRuntime(Runtime):
             )
             for i, rid in enumerate(request_ids)
         ]
-        others = [GroupSlots(*of) for of in zip(tables[1:], self.written[1:], strict=True)]
-        self.begin(requests, self.written[0], others)
+        self.begin(requests, self.written[0], [places[number] for number in self.tables[1:]])
 
     def _reads_stored(
         self, prefilling: Sequence[bool | None], new_tokens: Sequence[int], drafts: Sequence[int]
@@ -109,13 +110,15 @@ class VllmRuntime(Runtime):
 
         Model runner V2 says so when the pass has begun; what that pass itself writes will be known.
         """
-        group = self.group_of_name(layer_name)
-        device = self.groups[group].pass_ids.device
+        table = self.table_of(layer_name)
+        device = self.groups[0].pass_ids.device
         first = torch.tensor(list(blocks), dtype=torch.int64, device=device) * size
         slots = (first[:, None] + torch.arange(size, device=device)).flatten()
         if self.in_pass:
-            slots = slots[~torch.isin(slots, self.written[group])]
-        self.overwritten(slots, group)
+            slots = slots[~torch.isin(slots, self.written[table])]
+        for group, of in enumerate(self.tables):
+            if of == table:
+                self.overwritten(slots, group)
 
     def attend_latent(
         self, impl: Any, layer: int, query: Tensor, rows: Tensor, run: Callable[[Tensor | None, Tensor | None], Tensor]
@@ -127,7 +130,7 @@ class VllmRuntime(Runtime):
         exact = rows[: slots.numel(), None].to(g.pool_dtype)
         arithmetic = None
         if query.device.type == "cpu":
-            merged = self.block_sizes[self.group_of[layer]]
+            merged = self.block_sizes[self.tables[self.group_of[layer]]]
             arithmetic = replace(cpu_arithmetic(query.dtype, impl), merged_tokens=merged)
         return self.attend(
             AttentionCall(
@@ -157,9 +160,9 @@ class VllmRuntime(Runtime):
                 f"layer {layer.layer_name} attends without writing its own keys (shared KV): what is stored cannot be "
                 "metered; unset WITCERT_POLICY for this model"
             )
-        g, count = self.geometry, query.shape[0]
+        number, count = self.layer_ids[layer.layer_name], query.shape[0]
+        g = self.geometry_of(number)
         cap = getattr(impl, "logits_soft_cap", None) or 0.0  # 0 or None: no cap
-        number = self.layer_ids[layer.layer_name]
         return self.attend(
             AttentionCall(
                 layer=number,

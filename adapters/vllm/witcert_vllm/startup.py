@@ -81,13 +81,13 @@ def _after(policy: Policy, config: Any, kv_cache_dtype: str) -> Any:
 
 
 def expected_groups(model: VllmModel, config: Any) -> Grouped:
-    """The cache groups that vLLM will make for the windows of a model; it keeps every token beside full attention where
-    its hybrid manager is off."""
+    """The cache groups that there will be: one of each shape of layers, with a window or without one. vLLM keeps every
+    token beside full attention where its hybrid manager is off."""
     every, windows = model.attention.layers, [layer.window for layer in model.attention.windows if layer.window]
-    mixed = 0 < len(windows) < len(every)
+    mixed, shapes = 0 < len(windows) < len(every), len(model.attention.shapes)
     if not windows or (mixed and config.scheduler_config.disable_hybrid_kv_cache_manager):
-        return Grouped(model.policy, 1, None)
-    return Grouped(model.policy, 1 + mixed, min(windows) - 1)
+        return Grouped(model.policy, shapes, shapes, None)
+    return Grouped(model.policy, max(shapes, 1 + mixed), shapes, min(windows) - 1)
 
 
 def own_connector(beside: bool) -> dict[str, Any]:

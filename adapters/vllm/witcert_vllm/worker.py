@@ -26,6 +26,7 @@ from witcert_vllm.geometry import (
     block_size,
     layer_ids,
     num_hidden_layers,
+    of_one_shape,
     read_geometry,
     rotary_modules,
     tensor_ranks,
@@ -152,9 +153,16 @@ def build_runtime(policy: Policy, vllm_config: Any, model: Any, groups: Iterable
     latent = is_latent(next(iter(layers.values())))
     ids = layer_ids(list(layers))
     ranks = tensor_ranks()
-    grouped = [({name: layers[name] for name in of.layers}, of.window) for of in groups]
-    geometry, *others = (read_geometry(vllm_config, of, window, ranks.rank, ranks.size) for of, window in grouped)
-    quantizer, tables = policy.resolved_quantizer, None
+    tables = list(groups)
+    grouped = [
+        (number, alike)
+        for number, of in enumerate(tables)
+        for alike in of_one_shape({name: layers[name] for name in of.layers})
+    ]
+    geometry, *others = (
+        read_geometry(vllm_config, alike, tables[number].window, ranks.rank, ranks.size) for number, alike in grouped
+    )
+    quantizer, rotary = policy.resolved_quantizer, None
     pool: PagePool | LatentPool | Buffers
     if policy.stores_parts:
         k_bytes, _ = capacity.coded_bytes(quantizer, geometry.head_dim, geometry.v_head_dim)
@@ -177,7 +185,8 @@ def build_runtime(policy: Policy, vllm_config: Any, model: Any, groups: Iterable
         quantized = set(policy.quantizer.layers_of(sorted(ids.values())))
         wanted = {name: layer for name, layer in ids.items() if layer in quantized}
         dtype = vllm_config.model_config.dtype
-        tables = rotary_tables(rotary_modules(model, wanted), geometry.head_dim, dtype, geometry.device)
+        head_dims = {ids[name]: layer.head_size for name, layer in layers.items()}
+        rotary = rotary_tables(rotary_modules(model, wanted), head_dims, dtype, geometry.device)
     runtime = VllmRuntime(
         "vllm",
         policy,
@@ -185,14 +194,15 @@ def build_runtime(policy: Policy, vllm_config: Any, model: Any, groups: Iterable
         pool,
         None,
         ranks,
-        tables,
+        rotary,
         others=others,
         num_hidden_layers=num_hidden_layers(vllm_config),
         keeps_ledger=False,
         without_law=without_law(vllm_config),
     )
     runtime.layer_ids = ids
-    runtime.block_sizes = [block_size(next(iter(of.values()))) for of, _ in grouped]
+    runtime.tables = [number for number, _ in grouped]
+    runtime.block_sizes = [block_size(layers[of.layers[0]]) for of in tables]
     if latent:
         for name, layer in layers.items():
             layer.impl.layer_id = ids[name]

@@ -53,23 +53,28 @@ class LoadedModel:
         """Where the model takes its tokens."""
         return device_of(self.model.get_input_embeddings())
 
-    def geometry(self, num_slots: int) -> Geometry:
-        """The cache of `num_slots` tokens, on the host."""
-        layer = self.shape.layers[0]  # `check_config`: all are alike
-        return Geometry(
-            backend="transformers",
-            total_qo_heads=self.shape.num_qo_heads,
-            layers=tuple(range(len(self.shape.layers))),
-            num_qo_heads=self.shape.num_qo_heads,
-            num_kv_heads=layer.num_kv_heads,
-            kv_head_ids=tuple(range(layer.num_kv_heads)),
-            head_dim=layer.head_dim,
-            v_head_dim=layer.v_head_dim,
-            num_slots=num_slots,
-            pool_dtype=self.model.dtype,
-            rotary=self.shape.rotary(layer.head_dim),
-            device="cpu",
-        )
+    def geometries(self, num_slots: int) -> list[Geometry]:
+        """The cache of `num_slots` tokens on the host: of the layers of each shape, by their first ones."""
+        alike: dict[tuple[int, int, int], list[int]] = {}
+        for number, layer in enumerate(self.shape.layers):
+            alike.setdefault((layer.num_kv_heads, layer.head_dim, layer.v_head_dim), []).append(number)
+        return [
+            Geometry(
+                backend="transformers",
+                total_qo_heads=self.shape.num_qo_heads,
+                layers=tuple(layers),
+                num_qo_heads=self.shape.num_qo_heads,
+                num_kv_heads=heads,
+                kv_head_ids=tuple(range(heads)),
+                head_dim=head_dim,
+                v_head_dim=v_head_dim,
+                num_slots=num_slots,
+                pool_dtype=self.model.dtype,
+                rotary=self.shape.rotary(head_dim),
+                device="cpu",
+            )
+            for (heads, head_dim, v_head_dim), layers in alike.items()
+        ]
 
     def check_lengths(self, lengths: Sequence[int]) -> None:
         """InputError for a prompt longer than the model has positions for."""
@@ -177,7 +182,7 @@ def wrap_model(model: Any, tokenizer: Any, shape: ModelAttention, name: str) -> 
 def check_config(config: Any, origin: str) -> ModelAttention:
     """The shape; UnsupportedError where layers have no ordinary cache of their own."""
     shape = describe(config, origin)
-    shape.refuse("none", "state", "shared", "chunked", "shapes", "diffusion", "bidirectional", "alibi")
+    shape.refuse("none", "state", "shared", "chunked", "diffusion", "bidirectional", "alibi")
     if torch.get_float32_matmul_precision() != "highest":
         raise UnsupportedError("torch multiplies in reduced precision; set_float32_matmul_precision('highest')")
     return shape

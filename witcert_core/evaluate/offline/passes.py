@@ -21,6 +21,7 @@ from witcert_core.evaluate.offline.rotary import rotary_tables
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.policy.model import Policy
 from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.groups import GroupSlots
 from witcert_core.serving.passes import RequestPass, RowPlan
 from witcert_core.serving.runtime import Runtime
 from witcert_core.serving.storage.simulated import SimulatedStorage
@@ -63,14 +64,15 @@ class Passes:
             raise UnsupportedError(
                 "quantizer.name is 'engine', but offline no cache of an engine's own is read back: name a quantizer"
             )
-        geometry = loaded.geometry(num_slots)
-        self.pool = TensorPool(geometry)
+        geometry, *others = geometries = loaded.geometries(num_slots)
+        self.pool = TensorPool(geometries)
         self.probe = probe
         self._shape = loaded.shape
         tables = None
         if policy.resolved_quantizer.space == "pre_rope":
-            tables = rotary_tables(loaded.model, geometry.head_dim, num_slots)
-        self.runtime = Runtime(engine, policy, geometry, self.pool, None, tables=tables)
+            head_dims = {number: layer.head_dim for number, layer in enumerate(loaded.shape.layers)}
+            tables = rotary_tables(loaded.model, head_dims, num_slots)
+        self.runtime = Runtime(engine, policy, geometry, self.pool, None, tables=tables, others=others)
         self.recorded: list[StoredLayer] | None = None
         """Where a list, `attend` puts there what each layer of a pass of one request writes."""
         self._running: BatchPass | None = None
@@ -79,7 +81,9 @@ class Passes:
         """The model is about to compute `batch`."""
         self._running = batch
         if batch.requests:
-            self.runtime.begin(batch.requests, torch.cat(batch.new_slots))
+            written = torch.cat(batch.new_slots)
+            same = GroupSlots([request.slots for request in batch.requests], written)  # in the slots of one pool
+            self.runtime.begin(batch.requests, written, [same] * (len(self.runtime.groups) - 1))
 
     def end(self) -> dict[int, str]:
         """Count the pass; of the requests whose gate gave up, by number in the pass, why."""
@@ -147,7 +151,8 @@ class Passes:
             run=run,
             spec=spec,
         )
-        made, now, storage = self.runtime.attend(call), self.runtime.now, self.runtime.groups[0].cache.storage
+        made, group = self.runtime.attend(call), self.runtime.groups[self.runtime.group_of[layer]]
+        now, storage = group.now, group.cache.storage
         if self.probe is not None and now is not None and now.plan.rows and isinstance(storage, SimulatedStorage):
             self.probe(call, now.plan, storage)
         out = made.new_zeros(len(queries), *made.shape[1:])

@@ -5,6 +5,8 @@ Shapes: SLOTS slots, S of them, Hkv KV heads, D head_dim, Dv v_head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,15 +14,20 @@ from witcert_core.serving.geometry import Geometry
 
 
 class TensorPool:
-    """Keys [SLOTS, Hkv, D] and values [SLOTS, Hkv, Dv] of every layer; of a latent cache values are views of keys."""
+    """Keys [SLOTS, Hkv, D] and values [SLOTS, Hkv, Dv] of every layer; of a latent cache values are views of keys.
 
-    def __init__(self, geometry: Geometry) -> None:
-        def zeros(width: int) -> Tensor:
-            return torch.zeros(geometry.num_slots, geometry.num_kv_heads, width, dtype=geometry.pool_dtype)
+    geometries: of the layers of each shape.
+    """
 
-        values = geometry.v_head_dim
-        self._k = {i: zeros(geometry.head_dim) for i in geometry.layers}
-        self._v = {i: k[..., :values] if geometry.latent else zeros(values) for i, k in self._k.items()}
+    def __init__(self, geometries: Sequence[Geometry]) -> None:
+        self._k: dict[int, Tensor] = {}
+        self._v: dict[int, Tensor] = {}
+        for of in geometries:
+            lines = of.num_slots, of.num_kv_heads
+            for layer in of.layers:
+                self._k[layer] = k = torch.zeros(*lines, of.head_dim, dtype=of.pool_dtype)
+                values = of.v_head_dim
+                self._v[layer] = k[..., :values] if of.latent else torch.zeros(*lines, values, dtype=of.pool_dtype)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """k [S, Hkv, D] and v [S, Hkv, Dv], copies, of `slots` [S]."""

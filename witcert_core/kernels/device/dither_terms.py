@@ -66,8 +66,10 @@ def load_query_block(q_base, valid, keep_ptr, channel, D: tl.constexpr):
 def shared_terms(q_base, valid, keep_ptr, dither, pass_id, SHAPE: tl.constexpr):
     """Tuple of ``kappa_g = <q_g, u_g>`` ``[M]`` of one pass's dither. A loop over blocks, not unrolled: code is
     drawn once."""
-    column = tl.arange(0, 8)[:, None]
-    table = tl.zeros((8, SHAPE.M), tl.float32)
+    rows: tl.constexpr = 8 if SHAPE.NG <= 8 else 16  # a group beyond them would lose its term
+    tl.static_assert(rows >= SHAPE.NG)
+    column = tl.arange(0, rows)[:, None]
+    table = tl.zeros((rows, SHAPE.M), tl.float32)
     for b in tl.range(0, (SHAPE.D + 15) // 16, num_stages=1):
         q = load_query_block(q_base, valid, keep_ptr, b * 16 + tl.arange(0, 16), SHAPE.D).to(tl.float32)
         u = tl.reshape(dither_block(dither, tl.zeros((1,), tl.int32) + pass_id, b, 1), (16,))

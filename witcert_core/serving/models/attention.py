@@ -96,8 +96,6 @@ class ModelAttention:
         if kind in ("sliding", "chunked") and self.windows:
             longest = max(layer.window or 0 for layer in self.windows)
             return f" of {longest} tokens ({len(self.windows)} of {self.num_hidden_layers})"
-        if kind == "shapes":
-            return " (" + ", ".join(f"{n} x {h} KV heads of {k}" for (h, k, _), n in self.shapes.items()) + ")"
         return ""
 
 
@@ -141,7 +139,6 @@ def describe(config: Any, origin: str, text: Any = None) -> ModelAttention:
     for name, has in (
         ("state", any(kind.state and kind.kind != "none" for kind in per_layer)),
         ("shared", own < count or every > 1),
-        ("shapes", len(found.shapes) > 1),
         ("widths", "mla" not in kinds and any(layer.head_dim != layer.v_head_dim for layer in layers)),
     ):
         if has:
@@ -225,6 +222,8 @@ def _cache_layer(fields: Fields, index: int, kind: LayerKind, mixed: bool, heads
     num_kv_heads = first(*head_names, *_head_names(own))
     if attention is not None and (size := attention.integer("n_heads_in_group")):
         num_kv_heads = heads // size
+    if sliding and fields("model_type") == "mimo_v2_flash" and not own("swa_num_key_value_heads") and num_kv_heads:
+        num_kv_heads *= 2  # Transformers' class keeps that to its code
     if own("multi_query") and not own("new_decoder_architecture"):
         num_kv_heads = 1  # Falcon and GPT-BigCode: whatever the number beside it says
     if other is not None:

@@ -56,16 +56,8 @@ class DeclaredModel(ServedModel):
         return found if found in (torch.bfloat16, torch.float16) else torch.float16
 
     @property
-    def head_dim(self) -> int:
-        return self.attention.layers[0].head_dim
-
-    @property
     def num_qo_heads(self) -> int:
         return self.attention.num_qo_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.attention.layers[0].num_kv_heads
 
     @cached_property
     def attention(self) -> ModelAttention:

@@ -1,8 +1,8 @@
-"""What is refused where a model's tokens are in several cache groups, or leave the cache behind a window."""
+"""What is refused where a model's layers are in several cache groups, or tokens leave the cache behind a window."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from witcert_core.cache.schedule import QuantizeSchedule
@@ -13,11 +13,12 @@ from witcert_core.serving.refusals import Refusal, refuse
 
 @dataclass(frozen=True)
 class Grouped:
-    """Cache groups under a policy: how many, and the tokens before its own that a row finds in the one that keeps
-    fewest, None where every token stays."""
+    """Cache groups under a policy: how many, of how many shapes, and the tokens before its own that a row finds in the
+    one that keeps fewest, None where every token stays."""
 
     policy: Policy
     count: int
+    shapes: int
     window: int | None
 
     @property
@@ -25,6 +26,8 @@ class Grouped:
         """'' for one group in which every token stays."""
         if self.window is not None:
             return "layers whose tokens leave the cache behind a window"
+        if self.shapes > 1:
+            return f"layers of {self.shapes} shapes"
         return f"layers in {self.count} cache groups" if self.count > 1 else ""
 
     @property
@@ -39,20 +42,21 @@ def _early(found: Grouped) -> str | bool:
     return window is not None and waiting > window + 1 and f"{said} over a window of {window + 1}"
 
 
-_ONE_TABLE = "what it keeps of a token is found by one slot, the same in all layers"
+_ONE_TABLE = "what it keeps of a token is found by one slot, and has one shape, in all layers"
+_SEVERAL = "several cache groups (as layers of several shapes are) or tokens that leave the cache behind a window"
 _EVERY_TOKEN = (
-    "let the engine keep every token in one group, where it can (vLLM: `--disable-hybrid-kv-cache-manager`, SGLang: "
-    "`--disable-hybrid-swa-memory`)"
+    "let the engine keep every token in one group, where it can and layers are alike (vLLM: "
+    "`--disable-hybrid-kv-cache-manager`, SGLang: `--disable-hybrid-swa-memory`)"
 )
 GROUP_ROWS: tuple[Refusal[Grouped], ...] = (
     Refusal(
-        "a gate that repairs, with several cache groups or tokens that leave the cache behind a window",
+        f"a gate that repairs, with {_SEVERAL}",
         _ONE_TABLE,
         f"set `gate.kind` to 'observe', or {_EVERY_TOKEN}",
         lambda found: found.policy.repairs and found.said and f"gate.kind: {found.policy.gate.kind} with {found.said}",
     ),
     Refusal(
-        "`meter.audit_share` or `meter.sketch_share`, with several cache groups or tokens that leave the cache",
+        f"`meter.audit_share` or `meter.sketch_share`, with {_SEVERAL}",
         _ONE_TABLE,
         f"set them to 0 (`meter.audit_every` audits here), or {_EVERY_TOKEN}",
         lambda found: (
@@ -62,8 +66,8 @@ GROUP_ROWS: tuple[Refusal[Grouped], ...] = (
         ),
     ),
     Refusal(
-        "`quantizer.storage: packed`, with several cache groups or tokens that leave the cache",
-        "codes are laid out over one pool in which every token stays",
+        f"`quantizer.storage: packed`, with {_SEVERAL}",
+        "codes are laid out over one pool of layers that are alike, in which every token stays",
         f"set `quantizer.storage` to 'simulated', or {_EVERY_TOKEN}",
         lambda found: (
             found.policy.quantizer.storage == "packed" and found.said and f"quantizer.storage: packed with {found.said}"
@@ -87,9 +91,22 @@ GROUP_ROWS: tuple[Refusal[Grouped], ...] = (
         _early,
     ),
 )
+QUERY_HEADS: Refusal[None] = Refusal(
+    "layers with different numbers of query heads",
+    "a row has as many cells in every layer",
+    "metered are models with one number",
+)
+
+
+def check_query_heads(counts: Iterable[int]) -> None:
+    """UnsupportedError for layers with different numbers of query heads."""
+    found = sorted(set(counts))
+    if len(found) > 1:
+        raise QUERY_HEADS.error(f"the model's layers have {' or '.join(map(str, found))} query heads")
 
 
 def check_groups(policy: Policy, groups: Sequence[Geometry]) -> None:
     """Raise UnsupportedError for what the policy asks of these groups and they cannot give."""
     windows = [group.window for group in groups if group.window is not None]
-    refuse(GROUP_ROWS, Grouped(policy, len(groups), min(windows, default=None)))
+    shapes = {(group.num_kv_heads, group.head_dim, group.v_head_dim) for group in groups}
+    refuse(GROUP_ROWS, Grouped(policy, len(groups), len(shapes), min(windows, default=None)))

@@ -99,17 +99,11 @@ KINDS: dict[str, Refusal[OfKinds]] = {
         "has layers with a sliding window",
         "tokens leave the cache",
     ),
-    "shapes": _kind(
-        "shapes",
-        "attention layers of several shapes",
-        "has attention layers of several shapes",
-        "the meter keeps one shape of witnesses for all layers",
-    ),
     "widths": _kind(
         "widths",
         "keys and values of different widths",
         "has keys and values of different widths",
-        "the meter keeps one width for both",
+        "vLLM has backends of their own for them (`FLASH_ATTN_DIFFKV`, `TRITON_ATTN_DIFFKV`), which are not wrapped",
         "metered are equal widths",
     ),
     "diffusion": _kind(

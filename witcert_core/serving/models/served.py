@@ -18,7 +18,7 @@ from witcert_core.serving.models.files import declared_cache
 from witcert_core.serving.models.kinds import KINDS, NO_CACHE
 from witcert_core.serving.refusals import Refusal, refuse
 
-HEAD_DIMS = range(16, 257, 16)
+HEAD_DIMS = range(16, 513, 16)
 LATENT_DIMS = range(16, 1025, 16)
 """Of latent and rotated channels together: the rounding of norms is bounded for so many."""
 
@@ -49,8 +49,11 @@ class ServedModel(ABC):
         """Where its files are, if they are here."""
 
     @property
-    @abstractmethod
-    def head_dim(self) -> int: ...
+    def head_dims(self) -> tuple[int, ...]:
+        """Channels of its keys and of its values (of latents, which are keys and values at once, of a row), each width
+        once."""
+        every = {width for layer in self.attention.layers for width in (layer.head_dim, layer.v_head_dim)}
+        return (self.attention.layers[0].head_dim,) if self.attention.latent_dim else tuple(sorted(every))
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -61,12 +64,6 @@ class ServedModel(ABC):
     @abstractmethod
     def num_qo_heads(self) -> int:
         """Query heads of the whole model."""
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads of the whole model."""
-        found: int = self.config.get_total_num_kv_heads()
-        return found
 
     @cached_property
     def attention(self) -> ModelAttention:
@@ -94,7 +91,7 @@ KIND_ROWS: tuple[Refusal[ServedModel], ...] = (
         "what their cache holds is not known",
         "please report the model",
     ),
-    *(KINDS[kind] for kind in ("shared", "chunked", "shapes")),
+    *(KINDS[kind] for kind in ("shared", "chunked")),
     *(KINDS[kind] for kind in ("diffusion", "bidirectional", "alibi")),
 )
 QUANTIZED: Refusal[ServedModel] = Refusal(
@@ -162,6 +159,13 @@ LATENT_ROWS: tuple[Refusal[ServedModel], ...] = (
     ),
 )
 """Over a cache of latents, which everything else takes as keys of one head whose values are a part of them."""
+
+
+def _odd_width(model: ServedModel) -> str | bool:
+    odd = [width for width in model.head_dims if width not in HEAD_DIMS]
+    return not model.attention.latent_dim and bool(odd) and f"{model.name} has heads of {odd[0]} channels"
+
+
 SIZE_ROWS: tuple[Refusal[ServedModel], ...] = (
     Refusal(
         "float32 models on a GPU",
@@ -175,16 +179,12 @@ SIZE_ROWS: tuple[Refusal[ServedModel], ...] = (
         f"head sizes that are not a multiple of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}",
         "there are no radii for them",
         f"metered are multiples of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}",
-        lambda model: (
-            not model.attention.latent_dim
-            and model.head_dim not in HEAD_DIMS
-            and f"{model.name} has head_dim {model.head_dim}"
-        ),
+        _odd_width,
     ),
 )
 
 
-DECLARED_ROWS: tuple[Refusal[ServedModel], ...] = (*KIND_ROWS, QUANTIZED, KINDS["widths"], *LATENT_ROWS, *SIZE_ROWS)
+DECLARED_ROWS: tuple[Refusal[ServedModel], ...] = (*KIND_ROWS, QUANTIZED, *LATENT_ROWS, *SIZE_ROWS)
 """What every engine refuses of a model by its files alone."""
 
 
@@ -200,8 +200,9 @@ def _wide_outliers(model: ServedModel) -> str | bool:
 
 def _many_outliers(model: ServedModel) -> str | bool:
     name, pairs = _outliers(model)
-    most = model.head_dim // 2
-    said = f"quantizer.params: {name} bypasses {pairs} channel pairs of a head of {model.head_dim} channels"
+    width = min(layer.head_dim for layer in model.attention.layers)
+    most = width // 2
+    said = f"quantizer.params: {name} bypasses {pairs} channel pairs of a head of {width} channels"
     return pairs > most and f"{said}, which has {most}"
 
 
@@ -221,6 +222,12 @@ OUTLIER_ROWS: tuple[Refusal[ServedModel], ...] = (
 )
 
 
+def _check_widths(model: ServedModel) -> None:
+    """QuantizerError for a quantizer that does not keep its contract at some width of the model's heads."""
+    for width in model.head_dims:
+        check_quantizer(model.policy.resolved_quantizer, width, latent_dim=model.attention.latent_dim)
+
+
 def model_checks(model: ServedModel, rows: Sequence[Refusal[Any]]) -> list[tuple[str, Callable[[], Any]]]:
     """What a model is checked for, in order and by subject: a server's verdict at its start, and the doctor's.
 
@@ -232,7 +239,7 @@ def model_checks(model: ServedModel, rows: Sequence[Refusal[Any]]) -> list[tuple
         ("outliers", lambda: refuse(OUTLIER_ROWS, model)),
         (
             "head size",
-            lambda: check_quantizer(policy.resolved_quantizer, model.head_dim, latent_dim=model.attention.latent_dim),
+            lambda: _check_widths(model),
         ),
         ("quantizer.layers", lambda: policy.quantizer.layers_of(model.layers)),
         ("meter.layers", lambda: policy.meter.layers_of(model.layers)),

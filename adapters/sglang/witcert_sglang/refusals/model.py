@@ -34,11 +34,6 @@ class SglangModel(ServedModel):
         return Path(self.config.model_path)
 
     @property
-    def head_dim(self) -> int:
-        latent = self.attention.latent_dim  # of which SGLang's own number says nothing
-        return self.attention.layers[0].head_dim if latent else int(self.config.head_dim)
-
-    @property
     def num_qo_heads(self) -> int:
         return int(self.config.num_attention_heads)
 
@@ -60,9 +55,8 @@ def _narrow_pool(model: SglangModel) -> str | bool:
 
 
 def _unequal_widths(model: SglangModel) -> str | bool:
-    keys, values = model.head_dim, getattr(model.config, "v_head_dim", model.head_dim)
-    latent = model.attention.latent_dim
-    return not latent and values != keys and f"{model.name} has keys of {keys} and values of {values} channels"
+    packed = model.policy.quantizer.storage == "packed"
+    return packed and "widths" in model.kinds and f"{model.name} has keys and values of different widths"
 
 
 def _ignored_cap(model: SglangModel) -> str | bool:
@@ -158,7 +152,12 @@ MODEL_ROWS: tuple[Refusal[SglangModel], ...] = (
     ),
     *LATENT_CHUNK_ROWS,
     *SIZE_ROWS,
-    KINDS["widths"].where(_unequal_widths),
+    Refusal(
+        "keys and values of different widths with `quantizer.storage: packed`",
+        "SGLang's pool asks for the room of one width",
+        "set `quantizer.storage` to 'simulated'",
+        _unequal_widths,
+    ),
     Refusal(
         "models that do not generate",
         "their passes sample nothing, so no request would be reported",

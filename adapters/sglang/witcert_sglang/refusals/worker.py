@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from witcert_core import Policy
-from witcert_core.serving import Refusal, refuse
+from witcert_core.serving import Refusal, check_query_heads, refuse
 from witcert_sglang.sub_pools import SubPool, is_latent, sub_pools
 
 
@@ -204,6 +204,11 @@ ONE_LAYER_EACH: Refusal[None] = Refusal(
     "a write would not be metered where it is read",
     "metered are models in which every layer of the pool belongs to one attention layer",
 )
+ONE_SHAPE: Refusal[None] = Refusal(
+    "layers of other heads than the pool that keeps them (`--disable-hybrid-swa-memory`, where layers differ in shape)",
+    "what is written there is not a layer's own keys and values",
+    "leave that option out",
+)
 
 
 def check_pool(pool: Any, policy: Policy, dtype: torch.dtype) -> list[SubPool]:
@@ -233,6 +238,14 @@ def check_layers(model: Any, pool: Any) -> list[Any]:
     kept = sorted(layer for sub in subs for layer in sub.layers)
     if ids != kept:
         raise ONE_LAYER_EACH.error(f"the model has attention layers {ids} over a pool of layers {kept}")
+    check_query_heads(layer.tp_q_head_num for layer in layers)
+    pools = {layer: sub.pool for sub in subs for layer in sub.layers if not is_latent(sub.pool)}
     for layer in layers:
         refuse(LAYER_ROWS, layer)
+        pool = pools.get(layer.layer_id)
+        own = layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+        if pool is not None and own != (pool.head_num, pool.head_dim, pool.v_head_dim):
+            room = pool.head_num, pool.head_dim, pool.v_head_dim
+            said = f"KV heads, channels of keys and values {own} in a pool for {room}"
+            raise ONE_SHAPE.error(f"attention layer {layer.layer_id} has {said}")
     return layers

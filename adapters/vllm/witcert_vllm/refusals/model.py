@@ -29,10 +29,6 @@ class VllmModel(ServedModel):
         return Path(self.config.model)
 
     @property
-    def head_dim(self) -> int:
-        return int(self.config.get_head_size())
-
-    @property
     def num_qo_heads(self) -> int:
         return int(self.config.hf_text_config.num_attention_heads)
 
@@ -75,7 +71,7 @@ ROWS: tuple[Refusal[VllmModel], ...] = (
     *SIZE_ROWS,
 )
 
-DECLARED = DECLARED_ROWS
+DECLARED: tuple[Refusal[ServedModel], ...] = (*DECLARED_ROWS, KINDS["widths"])
 """What is refused by a model's files alone, before vLLM reads them."""
 
 

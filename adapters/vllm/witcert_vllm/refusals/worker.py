@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from witcert_core.serving import Refusal, refuse
+from witcert_core.serving import Refusal, check_query_heads, refuse
 from witcert_vllm.drafts import own_layers
 from witcert_vllm.refusals.server import BACKENDS
 
@@ -119,16 +119,6 @@ LAYER_ROWS: tuple[Refusal[Named], ...] = (
         ),
     ),
     Refusal(
-        "layers with values wider or narrower than keys",
-        "the meter keeps one width for both",
-        _OTHER_MODEL,
-        lambda layer: (
-            not is_latent(layer.thing)
-            and layer.thing.head_size != layer.thing.head_size_v
-            and _uses("values wider or narrower than keys", layer)
-        ),
-    ),
-    Refusal(
         "latents of which an indexer chooses, or which several tokens of a request attend to at once (draft blocks)",
         "which of them a row reads is not followed",
         _OTHER_MODEL,
@@ -171,11 +161,6 @@ CLASS_ROWS: tuple[Refusal[Any], ...] = (
     ),
 )
 """Refused in `backend.py`, `worker.py` and `pool.py`, where they show."""
-ONE_SHAPE: Refusal[Any] = Refusal(
-    "layers with different numbers of heads",
-    "the meter keeps one shape of witnesses for all layers",
-    "metered are models with one",
-)
 
 
 def check_specs(specs: Mapping[str, Any]) -> None:
@@ -202,7 +187,5 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
     layers = {name: layers[name] for name in own_layers(layers, vllm_config)}
     for name, layer in layers.items():
         refuse([PLAIN_ATTENTION, *LAYER_ROWS], Named(name, layer))
-    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()}
-    if len(shapes) != 1:
-        raise ONE_SHAPE.error(f"the model's layers have {len(shapes)} shapes of heads")
+    check_query_heads(layer.num_heads for layer in layers.values())
     return layers
