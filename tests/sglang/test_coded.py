@@ -9,6 +9,7 @@ from engine import HKV, HQ, LAYERS, SLOTS, D, Engine, gated
 from layer_pool import attention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from witcert_core.errors import QuantizerError
 from witcert_core.serving import build
 from witcert_core.serving.storage import tiles
 from witcert_core.serving.storage.coded import CodedStorage
@@ -96,6 +97,24 @@ def test_what_the_engine_moves_or_overwrites_is_followed() -> None:
     assert torch.equal(coded(engine).store[1].value_radius(free), radius)
     engine.runtime.overwritten(free)
     assert coded(engine).store[1].value_radius(free).isinf().all()
+
+
+@pytest.mark.parametrize("method", ["encode", "decode"])
+def test_a_quantizer_that_fails_leaves_its_slots_unknown(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of a key may be new by then: what was known of the slot before is not said of them."""
+    engine = Engine("k=int8_token_group,v=int4_token_group", storage="packed", prefill_reads="stored")
+    engine.step([7, 31], ForwardMode.EXTEND)
+    slots = engine.requests.req_to_token[engine.rows[1], :31].long()
+    assert coded(engine).store[0].value_radius(slots).isfinite().all()
+
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("out of luck")
+
+    engine.lens = [0, 0]
+    monkeypatch.setattr(type(coded(engine).pool.coders["v"]), method, fails)
+    with pytest.raises(QuantizerError, match=r"'int4_token_group' failed on v .* in layer 0: ValueError: out of luck"):
+        engine.step([7, 31], ForwardMode.EXTEND)
+    assert coded(engine).store[0].value_radius(slots).isinf().all()
 
 
 def test_what_is_no_number_spoils_the_rows_that_see_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:

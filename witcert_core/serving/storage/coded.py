@@ -127,7 +127,13 @@ class CodedStorage:
 
     def _write(self, call: AttentionCall) -> None:
         """The call's tokens as codes, read back and accounted for."""
-        self.pool.store(call.layer, call.slots, call.positions, call.exact_k, call.exact_v)
-        self.accounts.write(call, *unquantized(call))
+        accounted = False
+        try:
+            self.pool.store(call.layer, call.slots, call.positions, call.exact_k, call.exact_v)
+            self.accounts.write(call, *unquantized(call))
+            accounted = True
+        finally:
+            if not accounted:  # a quantizer failed, perhaps after some bytes were written: what the slots said is void
+                self.store.mark_unknown(call.layer, call.slots)
         if self.repaired is not None:
             self.repaired.copies.put(call.layer, call.slots, call.exact_k, call.exact_v)
