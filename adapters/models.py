@@ -28,7 +28,7 @@ from witcert_core.serving.refusals import refuse  # noqa: E402
 PAGE = ROOT / "docs" / "models.md"
 DATA = ROOT / "tests" / "data"
 ENGINES = {"SGLang": "sglang", "vLLM": "vllm"}
-WITHOUT_CLASS = {"SGLang": ("MiniMaxText01ForCausalLM",), "vLLM": ("MiniMaxText01ForCausalLM",)}
+WITHOUT_CLASS = {"SGLang": ("FalconForCausalLM", "MiniMaxText01ForCausalLM"), "vLLM": ("MiniMaxText01ForCausalLM",)}
 """Of the configurations' architectures those that an engine's version knows neither itself nor through Transformers."""
 POLICY = Policy(version=1, quantizer={"name": "int8_token_group"})
 HEAD = """# Models

@@ -220,7 +220,6 @@ def test_plain_options_pass() -> None:
         ("smg_grpc_mode", True, "gRPC"),
         ("grpc_mode", True, "gRPC"),
         ("is_embedding", True, "embedding"),
-        ("enable_tf32_matmul", True, "TF32"),
         ("kv_cache_dtype", "fp8_e4m3", "fp8_e4m3"),
         ("attention_backend", "fa3", "fa3"),
         ("decode_attention_backend", "flashinfer", "flashinfer"),
@@ -504,6 +503,16 @@ REFUSED = {
     "minimax_text": r"layers without a KV cache \(70 of 80\)",
     "mqa_falcon7b": "FalconForCausalLM has no SGlang implementation",
 }
+
+
+def test_a_cache_that_the_checkpoint_declares_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    """SGLang would take it up under `--kv-cache-dtype auto`, and store FP8 behind the policy's quantizer."""
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    declared = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (model / "hf_quant_config.json").write_text(json.dumps(declared))
+    args = SimpleNamespace(model_path=str(model), kv_cache_dtype="auto", json_model_override_args="{}")
+    with pytest.raises(SystemExit, match=r"^witcert: .*declares a quantized cache \(kv_cache_quant_algo FP8\)"):
+        startup.MainProcess(policy_of()).before_resolve(args)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)

@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader import dummy_loader
 from witcert_vllm import process
 
 from tests.zoo.families import FAMILIES, make_checkpoint, prompts, served_by
-from tests.zoo.family import draw
+from tests.zoo.family import fill
 
 SMALL = {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
 TOKENS = 12
@@ -43,16 +43,8 @@ def serve(name: str, work: Path, quantizer: dict[str, Any], **options: Any) -> l
 
 @pytest.fixture(autouse=True)
 def weights_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint without weights gets those that the others are made with; vLLM's own are next to nothing."""
+    """A checkpoint without weights gets such as the others are made with."""
     torch.manual_seed(0)
-
-    @torch.no_grad()
-    def fill(values: torch.Tensor) -> None:
-        if values.dim() >= 2:
-            draw(values)
-        else:  # norms and biases
-            values.normal_(1, 0.1)
-
     monkeypatch.setattr(dummy_loader, "initialize_single_dummy_weight", fill)
 
 

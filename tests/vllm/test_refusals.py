@@ -109,6 +109,19 @@ def test_what_latents_are_not_metered_with_stops_the_server(
     assert re.search(named, refused_config(model, write_policy(tmp_path / "p.yaml", **sections), monkeypatch))
 
 
+MODELOPT = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+
+
+def test_a_cache_that_the_checkpoint_declares_stops_the_server(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would take it up under `--kv-cache-dtype auto`, and store FP8 behind the policy's quantizer."""
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    (model / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
+    line = refused_config(model, write_policy(tmp_path / "p.yaml", **NONE), monkeypatch)
+    assert "declares a quantized cache (kv_cache_quant_algo FP8), with --kv-cache-dtype auto" in line
+
+
 def test_a_gate_over_a_sliding_window_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
     """Not a worker, whose refusal would be a line in a heap of tracebacks."""
     model = shutil.copytree(checkpoint, tmp_path / "model")

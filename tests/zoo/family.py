@@ -27,7 +27,7 @@ class Family:
     values, of `num_layers`; windowed: those of them with a window. dtype: in which the engines here serve it.
     engines: those of which a test serves it. small: whether that test is among the quick ones.
     architecture: where Transformers has no class; such a checkpoint has a configuration and no weights.
-    options: of the engine, which it asks for here. remote: a class that its configuration brings along, in a module of
+    options: of vLLM, which it asks for here. remote: a class that its configuration brings along, in a module of
     this folder: "module.Class".
     """
 
@@ -37,7 +37,7 @@ class Family:
     num_layers: int = 0
     windowed: tuple[int, ...] = ()
     dtype: str = "float32"
-    engines: tuple[str, ...] = ("vLLM",)
+    engines: tuple[str, ...] = ("SGLang", "vLLM")
     small: bool = False
     architecture: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -82,6 +82,15 @@ def draw(values: torch.Tensor, name: str = "") -> None:
             values.normal_(0, 1)
         elif values.dim() >= 2 and "conv" not in name:
             values.normal_(0, 0.08)
+
+
+@torch.no_grad()
+def fill(values: torch.Tensor) -> None:
+    """Fill what a checkpoint without weights leaves to the engine, whose own values are next to nothing."""
+    if values.dim() >= 2:
+        draw(values)
+    elif values.is_floating_point():  # norms and biases
+        values.normal_(1, 0.1)
 
 
 def random_model(family: Family, **how: Any) -> Any:

@@ -25,7 +25,7 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": False,
         },
         ALL,
-        architecture="ChatGLMForConditionalGeneration",
+        architecture="ChatGLMModel",
     ),
     "ernie4_5_moe": Family(
         "ernie4_5_moe",
@@ -41,9 +41,14 @@ FAMILIES: dict[str, Family] = {
         ),
         ALL,
     ),
-    "falcon": Family("falcon", {**sizes(hidden_size=256), "num_kv_heads": 1, "multi_query": True}, ALL),
+    "falcon": Family(
+        "falcon", {**sizes(hidden_size=256), "num_kv_heads": 1, "multi_query": True}, ALL, engines=("vLLM",)
+    ),
     "glm4_moe": Family(
-        "glm4_moe", sizes(**ROUTED, head_dim=64, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True), ALL
+        "glm4_moe",
+        sizes(**ROUTED, head_dim=64, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True),
+        ALL,
+        small=True,
     ),
     "gpt2": Family(
         "gpt2",
@@ -57,13 +62,14 @@ FAMILIES: dict[str, Family] = {
             num_local_experts=4,
             num_experts_per_tok=2,
             rotary_dim=32,
-            scoring_func="softmax",
             use_qk_norm=True,
+            scoring_func="softmax",
             rms_norm_eps=1e-6,
             hidden_act="silu",
         ),
         ALL,
         architecture="MiniMaxM2ForCausalLM",
+        engines=("vLLM",),  # SGLang has the norm of its queries and keys for GPUs alone
     ),
     "nemotron_nas": Family(
         "nemotron-nas",
@@ -86,6 +92,7 @@ FAMILIES: dict[str, Family] = {
         (0, 2),
         num_layers=3,
         architecture="DeciLMForCausalLM",
+        engines=("vLLM",),
         options={"trust_remote_code": True},
         remote="configuration_decilm.DeciLMConfig",
     ),
@@ -115,7 +122,7 @@ FAMILIES: dict[str, Family] = {
         ALL,
         options={"language_model_only": True},
     ),
-    "qwen3_moe": Family("qwen3_moe", sizes(**EXPERTS, head_dim=64, num_experts=4), ALL),
+    "qwen3_moe": Family("qwen3_moe", sizes(**EXPERTS, head_dim=64, num_experts=4), ALL, small=True),
     "qwen3_vl": Family(
         "qwen3_vl",
         {

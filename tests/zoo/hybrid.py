@@ -25,9 +25,16 @@ _MAMBA: dict[str, Any] = {
     "mamba_chunk_size": 64,
 }
 
+_ENGINES = ("vLLM",)
+"""SGLang's states are kept by kernels for GPUs, and for CPUs in a build that no package index has."""
+
 FAMILIES: dict[str, Family] = {
     "falcon_h1": Family(  # Mamba-2 and attention side by side in every layer
-        "falcon_h1", sizes(**_MAMBA, head_dim=64, mamba_d_ssm=128, mamba_n_heads=4), (0, 1), small=True
+        "falcon_h1",
+        sizes(**_MAMBA, head_dim=64, mamba_d_ssm=128, mamba_n_heads=4),
+        (0, 1),
+        small=True,
+        engines=_ENGINES,
     ),
     "granite4": Family(
         "granitemoehybrid",
@@ -44,6 +51,7 @@ FAMILIES: dict[str, Family] = {
         (3,),
         num_layers=4,
         small=True,
+        engines=_ENGINES,
     ),
     "jamba": Family(
         "jamba",
@@ -109,6 +117,7 @@ FAMILIES: dict[str, Family] = {
         ),
         (2,),
         num_layers=4,
+        engines=_ENGINES,
     ),
     "nemotron_h": Family(
         "nemotron_h",
@@ -125,9 +134,12 @@ FAMILIES: dict[str, Family] = {
         ),
         (2,),
         num_layers=4,
+        engines=_ENGINES,
     ),
-    "qwen3_5": Family("qwen3_5_text", sizes(4, **_LINEAR), (3,), num_layers=4, dtype="bfloat16"),
-    "qwen3_5_moe": Family("qwen3_5_moe_text", sizes(4, **_LINEAR, **_SHARED), (3,), num_layers=4, dtype="bfloat16"),
+    "qwen3_5": Family("qwen3_5_text", sizes(4, **_LINEAR), (3,), num_layers=4, dtype="bfloat16", engines=_ENGINES),
+    "qwen3_5_moe": Family(
+        "qwen3_5_moe_text", sizes(4, **_LINEAR, **_SHARED), (3,), num_layers=4, dtype="bfloat16", engines=_ENGINES
+    ),
     "qwen3_next": Family(
         "qwen3_next",
         sizes(4, **_LINEAR, **_SHARED, decoder_sparse_step=1),
@@ -135,5 +147,6 @@ FAMILIES: dict[str, Family] = {
         num_layers=4,
         dtype="bfloat16",
         small=True,
+        engines=_ENGINES,
     ),
 }

@@ -37,9 +37,9 @@ _DEEPSEEK: dict[str, Any] = {
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(  # queries without a rank of their own, as V2-Lite
-        "deepseek_v2", sizes(3, **_DEEPSEEK, q_lora_rank=None), (0, 1, 2), dtype="bfloat16"
+        "deepseek_v2", sizes(3, **_DEEPSEEK, q_lora_rank=None, scoring_func="softmax"), (0, 1, 2), dtype="bfloat16"
     ),
-    "deepseek_v3": Family("deepseek_v3", sizes(**_DEEPSEEK, q_lora_rank=64), (0, 1), engines=("SGLang", "vLLM")),
+    "deepseek_v3": Family("deepseek_v3", sizes(**_DEEPSEEK, q_lora_rank=64), (0, 1)),
     "glm4_moe_lite": Family(  # heads of 192 channels without RoPE and values of 256, plain RoPE
         "glm4_moe_lite",
         sizes(

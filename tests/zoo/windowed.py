@@ -12,6 +12,7 @@ FAMILIES: dict[str, Family] = {
         ),
         (0, 1, 2, 3),
         windowed=(0, 1, 2),
+        engines=("vLLM",),  # SGLang asks for a backend with windows of its own: triton, fa3
     ),
     "gemma2": Family(
         "gemma2",
@@ -25,6 +26,7 @@ FAMILIES: dict[str, Family] = {
         ),
         (0, 1, 2, 3),
         windowed=(0, 2),
+        engines=("vLLM",),  # SGLang's torch_native has no caps of logits
     ),
     "gemma3": Family(  # here every third layer without a window, instead of every sixth
         "gemma3_text",
@@ -37,7 +39,6 @@ FAMILIES: dict[str, Family] = {
         ),
         (0, 1, 2, 3, 4, 5),
         windowed=(0, 1, 3, 4),
-        engines=("SGLang", "vLLM"),
         small=True,
     ),
     "gpt_oss": Family(
@@ -61,7 +62,6 @@ FAMILIES: dict[str, Family] = {
         ),
         (0, 1, 2, 3),
         windowed=(0, 2),
-        engines=("SGLang", "vLLM"),
         small=True,
     ),
     "mistral": Family(

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from witcert_core import Policy
 from witcert_core.serving import Metrics, banner_text, refuse, refuse_on_error, rotary_tables
 from witcert_sglang import windows
@@ -35,6 +37,7 @@ class SchedulerProcess:
 
     def build_runtime(self, runner: Any, backend: Any) -> SglangRuntime:
         """One runtime for the process, whichever backends its prompts and its decode steps have."""
+        exact_products()
         if self.runtime is None:
             # Not every way to start a scheduler leads by the main process.
             check_model(self.policy, runner.model_config, checked_options(self.policy, runner.server_args))
@@ -101,6 +104,7 @@ class SchedulerProcess:
     ) -> Any:
         if self.runtime is None or runner.is_draft_worker:
             return original(runner, forward_batch, *args, **kwargs)
+        exact_products()
         return self.runtime.around_forward(original, runner, forward_batch, *args, **kwargs)
 
     def after_sample(self, _result: Any, _runner: Any, logits_output: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -149,6 +153,16 @@ class SchedulerProcess:
                 f"use --attention-backend {' or '.join(BACKENDS)}"
             )
         return self.runtime
+
+
+def exact_products() -> None:
+    """Let products of float32 be of float32.
+
+    SGLang switches to TF32 whenever it makes a runner of GLM-4.5 or MiniMax M2 (`enable_tf32_matmul`, for their routers
+    alone), and no radius covers what that rounds of the meter's own products.
+    """
+    if torch.get_float32_matmul_precision() != "highest":
+        torch.set_float32_matmul_precision("highest")
 
 
 def no_beams(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> str:

@@ -42,7 +42,6 @@ OPTIONS = (
     Option("smg_grpc_mode", False, "a gRPC server of another package", _NO_ROOM),
     Option("grpc_mode", False, "a gRPC server of another package", _NO_ROOM),
     Option("is_embedding", False, "embedding models", "their passes sample nothing, so nothing would be reported"),
-    Option("enable_tf32_matmul", False, "TF32 products", "no radius covers their rounding"),
 )
 
 

@@ -230,7 +230,8 @@ def check_layers(model: Any, pool: Any) -> list[Any]:
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    beside = getattr(model, "attention_instances", {}).values()  # of a model that is Transformers' own
+    layers = [module for module in (*model.modules(), *beside) if isinstance(module, RadixAttention)]
     subs = sub_pools(pool)
     latent = {layer: sub.pool.kv_cache_dim for sub in subs if is_latent(sub.pool) for layer in sub.layers}
     layers = [layer for layer in layers if layer.qk_head_dim == latent.get(layer.layer_id, layer.qk_head_dim)]
