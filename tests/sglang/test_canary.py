@@ -58,6 +58,7 @@ def answer(server: Server, prompt: str, **options: object) -> list[int]:
     return ids
 
 
+@pytest.mark.slow
 def test_a_sidecar_scores_its_share_through_a_restart(twin: Path, tmp_path: Path) -> None:
     traffic, out, log = tmp_path / "traffic.jsonl", tmp_path / "drift.jsonl", tmp_path / "canary.log"
     traffic.touch()

@@ -81,6 +81,8 @@ class Scorer:
             LeftOutError: a request that cannot be scored.
             UnreachableError: the server is away.
         """
+        if strange := sorted(line.cache.keys() - set(self.engine.cache_keys)):
+            raise LeftOutError("cache", f"a request with {strange[0]}, which {self.server.owner} does not know")
         prompt, served = self._tokens(line)
         room = self.run.tokens if served is None else max(2, min(self.run.tokens, len(served)))
         served = None if served is None else served[: self.run.tokens]

@@ -45,6 +45,9 @@ class Scored:
 class Sglang:
     """SGLang's `/generate`; ids: what the ids of its requests begin with, the server's own choice where it is empty."""
 
+    cache_keys = ("cache_salt", "extra_key")
+    """What may say whose cached prefixes a request reads."""
+
     def __init__(self, server: UrlAsker, ids: str = "") -> None:
         self._server = server
         self._ids = ids
@@ -87,6 +90,8 @@ def _scored_by_sglang(meta: Mapping[str, Any], side: str, last: int = 0) -> Scor
 
 class Vllm:
     """vLLM's `/v1/completions`; ids: see `Sglang`."""
+
+    cache_keys = ("cache_salt",)
 
     def __init__(self, server: UrlAsker, ids: str = "") -> None:
         self._server = server
