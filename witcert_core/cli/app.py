@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from witcert_core.cli import bounds, canary, capacity, doctor, eval, meter, policy, quantizers
+from witcert_core.cli import bounds, canary, capacity, doctor, eval, meter, policy, quantizers, report
 from witcert_core.errors import WitCertError
 
 USER_ERROR = 2
@@ -43,6 +43,7 @@ app.command()(doctor.doctor)
 app.command(name="capacity")(capacity.show)
 app.command(name="meter")(meter.show)
 app.command(name="canary")(canary.show)
+app.command(name="report")(report.show)
 
 
 def _print_version(wanted: bool) -> None:

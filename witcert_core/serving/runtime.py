@@ -35,6 +35,7 @@ from witcert_core.serving.probed import ProbedPass
 from witcert_core.serving.ranks import Ranks
 from witcert_core.serving.sampled import sampled_copies
 from witcert_core.serving.sketched import sampled_sketches
+from witcert_core.serving.software import versions_of
 from witcert_core.serving.steps import StepCells
 from witcert_core.serving.storage.attended import nothing_rewritten
 
@@ -68,6 +69,7 @@ class Runtime:
         keeps_ledger: bool = True,
         without_law: str = "",
     ) -> None:
+        self.engine = engine
         self.policy = policy
         self.quantizer = quantizer = policy.resolved_quantizer
         self.geometry = geometry
@@ -270,6 +272,7 @@ class Runtime:
         for storage in storages:
             said.update(storage.status())
         return {
+            "versions": versions_of(self.engine),
             "quantizer": self.quantizer.name,
             "tier": "probabilistic" if self.uses_dither and not self.planner.without_law else "deterministic",
             "backend": g.backend,

@@ -1,0 +1,1 @@
+"""A run's JSON lines as one page of HTML for people, without a network."""
