@@ -15,6 +15,7 @@ import annotated_types
 import pytest
 import torch
 import yaml
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -33,6 +34,7 @@ from witcert_core.probes.language import parse_probe
 from witcert_core.quantizers import REGISTRY
 from witcert_core.quantizers.layout import KVLayout
 from witcert_core.quantizers.rotary import RotarySpec
+from witcert_core.report.prometheus import Metrics
 from witcert_core.serving import http
 
 ROOT = Path(__file__).parents[2]
@@ -266,3 +268,14 @@ def test_every_probe_of_the_docs_can_be_asked() -> None:
     assert probes
     for probe in probes:
         parse_probe(probe)
+
+
+def test_every_metric_is_documented_as_it_is() -> None:
+    registry = CollectorRegistry()
+    Metrics(registry)
+    shown = {}
+    for family in registry._collector_to_names:
+        name = f"{family._name}_total" if family._type == "counter" else family._name  # type: ignore[attr-defined]
+        labels = ", ".join(f"`{label}`" for label in family._labelnames)  # type: ignore[attr-defined]
+        shown[f"`{name}`"] = [family._type, labels, family._documentation]  # type: ignore[attr-defined]
+    assert {row[0]: row[1:] for row in table_rows("metrics.md", r"`witcert_\w+`")} == shown
