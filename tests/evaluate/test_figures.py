@@ -40,7 +40,7 @@ def blocks(results: dict[str, Any]) -> dict[str, str]:
 
 def test_the_pages_show_what_the_results_say(blocks: dict[str, str]) -> None:
     assert tuple(blocks) == (*ALWAYS, *(name for name in shown.SECTIONS if (shown.FIGURES / f"{name}.json").exists()))
-    assert {"risk", "tiny_ruler"} <= set(blocks)
+    assert {"drift", "risk", "tiny_ruler"} <= set(blocks)
     assert json.loads((shown.FIGURES / "figures.json").read_text()) == {"blocks": blocks}
     seen: set[str] = set()
     for page in shown.pages():
@@ -81,6 +81,7 @@ def test_words_that_stand_for_a_measured_number_are_near_it(results: dict[str, A
 def test_a_changed_number_would_be_noticed(results: dict[str, Any], blocks: dict[str, str]) -> None:
     for name, path in {
         "risk": ("curve", "half"),
+        "drift": ("twin", "quantizers", "kivi", "kl", "value"),
         "tiny_ruler": ("rows", 1, "score", "value"),
         "tiny_layers": ("quantizers", "fp8_e4m3_cast", "rows", 0, "kl", "value"),
         "tiny_trust": ("quantizers", "fp8_e4m3_cast", "verdicts", "harmless"),
