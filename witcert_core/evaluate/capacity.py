@@ -17,9 +17,14 @@ from witcert_core.quantizers.layout import KVLayout
 from witcert_core.serving.models.attention import ModelAttention, describe
 from witcert_core.serving.models.files import CONFIG, read_config
 
-DEFAULT_LAYOUTS = ("fp16", "fp8", "int8_dither", "int8_dither_w", "bypass:4")
-OF_LATENTS = DEFAULT_LAYOUTS[:-1]
-"""Of a latent cache, whose rows keep no outliers apart."""
+OF_LATENTS = ("fp16", "fp8", "int8_dither", "int8_dither_w")
+"""Of a latent cache, whose rows keep no outliers apart, and the codes of no other quantizer."""
+DEFAULT_LAYOUTS = (
+    *OF_LATENTS,
+    "bypass:4",
+    "packed:int4_token_group",
+    "packed:k=int8_token_group,v=int4_token_group",
+)
 _PLAIN = {"fp16": "none", "fp8": "fp8_e4m3_cast"}
 LAYOUTS = (*_PLAIN, "int8_dither", "int8_dither_w")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -137,7 +142,7 @@ def heads_of_a_rank(heads: int, tensor_parallel: int) -> int:
 
 def _plain_bytes(quantizer: Quantizer, head_dim: int, v_head_dim: int) -> int:
     """K and V may differ in width: each takes half of what the quantizer says for both at its own width."""
-    sizes = [quantizer.bytes_per_token_head(width) for width in (head_dim, v_head_dim)]
+    sizes = [quantizer.bytes_per_token_head(width) if width else 0 for width in (head_dim, v_head_dim)]
     if sizes[0] is None or sizes[1] is None:
         raise InputError(f"quantizer {quantizer.name!r} does not declare its bytes")
     return int((sizes[0] + sizes[1]) / 2)
