@@ -42,10 +42,9 @@ test:
 # Longest first.
 all-suites: lint test-sglang test-vllm lean test-kernels test-core spills test-eval test-plugins
 
-# Every family of models of tests/zoo, and every combination of the kernels' options: hours under the interpreter.
+# Every family of models of tests/zoo in vLLM (SGLang serves its own in a minute), and every combination of the kernels' options: hours under the interpreter.
 test-full: test
 	$(VLLM)/python -m pytest tests/vllm -m full_zoo
-	$(SGLANG)/python -m pytest tests/sglang -m full_zoo
 	TRITON_INTERPRET=1 $(SGLANG)/python -m pytest tests/kernels -m full_grid
 
 lint: $(ENVS)/core/.ready

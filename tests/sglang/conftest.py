@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import full
 import pytest
 import recorded
 import yaml
@@ -123,11 +122,3 @@ def int8_original(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     log = work / "log"
     with running_server(checkpoint, policy=policy, log=log, options=options, environment=SAME_DITHER) as server:
         yield Metered(server, jsonl)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "full_zoo: a family of models beside those that every run serves")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    full.leave_out(config, items, "full_zoo")

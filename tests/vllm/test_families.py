@@ -13,7 +13,7 @@ from engine import running_engine
 from vllm.model_executor.model_loader import dummy_loader
 from witcert_vllm import process
 
-from tests.zoo.families import FAMILIES, make_checkpoint, prompts, served_by
+from tests.zoo.families import FAMILIES, make_checkpoint, prompts, served_by_vllm
 from tests.zoo.family import fill
 
 SMALL = {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
@@ -48,7 +48,7 @@ def weights_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dummy_loader, "initialize_single_dummy_weight", fill)
 
 
-@pytest.mark.parametrize("name", served_by("vLLM"))
+@pytest.mark.parametrize("name", served_by_vllm())
 def test_bounds_and_outputs_hold(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     for summary in serve(name, tmp_path, {"name": "int4_token_group"}):

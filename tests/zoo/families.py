@@ -14,12 +14,12 @@ _KINDS = (grouped, windowed, hybrid, latent, shaped)
 FAMILIES: dict[str, Family] = {name: family for kind in _KINDS for name, family in kind.FAMILIES.items()}
 
 
-def served_by(engine: str) -> list[Any]:
-    """Parameters of a test: the families that `engine` serves here; most of them for the full run only."""
+def served_by_vllm() -> list[Any]:
+    """Parameters of a test: the families that vLLM serves here; most of them, of ten seconds each, for the full run."""
     return [
         pytest.param(name, marks=[] if family.small else [pytest.mark.full_zoo])
         for name, family in FAMILIES.items()
-        if engine in family.engines
+        if "vLLM" in family.engines
     ]
 
 

@@ -25,7 +25,7 @@ class Family:
 
     model_type: as a configuration has it. fields: of the configuration. attending: ids of the layers that keep keys and
     values, of `num_layers`; windowed: those of them with a window. dtype: in which the engines here serve it.
-    engines: those of which a test serves it. small: whether that test is among the quick ones.
+    engines: those of which a test serves it. small: whether vLLM's test is in every run.
     architecture: where Transformers has no class; such a checkpoint has a configuration and no weights.
     options: of vLLM, which it asks for here. remote: a class that its configuration brings along, in a module of
     this folder: "module.Class".
