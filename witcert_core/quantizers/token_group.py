@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from witcert_core.errors import QuantizerError
-from witcert_core.quantizers.base import Kind, QuantContext
+from witcert_core.quantizers.base import Kind, QuantContext, check_input
 from witcert_core.quantizers.coded import CodedQuantizer
 from witcert_core.quantizers.dither import FP16_MAX
 from witcert_core.quantizers.packing import Part
@@ -36,21 +36,10 @@ class _TokenGroup(CodedQuantizer):
             raise QuantizerError(f"quantizer {self.name!r}: group_size is {self.group_size}; expected 1 to {MAX_GROUP}")
 
     def encode(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Mapping[str, Part]:
-        num_tokens, num_heads, head_dim = x.shape
-        num_groups = -(-head_dim // self.group_size)
-        short = num_groups * self.group_size - head_dim
-        # Repeating the last channel fills a short group without touching its minimum or maximum.
-        full = torch.cat([x, x[..., -1:].expand(-1, -1, short)], dim=-1) if short else x
-        grouped = full.reshape(num_tokens, num_heads, num_groups, self.group_size)
-        largest_code = 2**self.bits - 1
-        low = grouped.amin(dim=-1, keepdim=True).clamp_(-FP16_MAX, FP16_MAX)
-        high = grouped.amax(dim=-1, keepdim=True).clamp_(-FP16_MAX, FP16_MAX)
-        zero, scale = low.to(torch.float16), ((high - low) / largest_code).to(torch.float16)
-        step = scale.to(torch.float32).clamp(min=_FP16_LEAST)  # where the scale is 0 every code means zero
-        codes = (grouped - zero.to(torch.float32)).div_(step).round_().clamp_(0, largest_code)
+        codes, scale, zero = self._coded(x)
         codes = codes.nan_to_num_(nan=0.0).to(torch.uint8)  # of a NaN the group's zero is one, and says so
         return {
-            "codes": Part(codes.flatten(start_dim=2)[..., :head_dim], self.bits),
+            "codes": Part(codes.flatten(start_dim=2)[..., : x.shape[-1]], self.bits),
             "scale": Part(scale.squeeze(-1), 16),
             "zero": Part(zero.squeeze(-1), 16),
         }
@@ -65,6 +54,29 @@ class _TokenGroup(CodedQuantizer):
         grouped = full.unflatten(-1, (-1, self.group_size)).to(torch.float32)
         stored: Tensor = grouped.mul_(scale).add_(zero).flatten(start_dim=2)
         return stored[..., :head_dim].contiguous()
+
+    def fake_quantize(self, x: Tensor, *, kind: Kind, layer: int, positions: Tensor, ctx: QuantContext) -> Tensor:
+        """As decode would have it of what encode makes, without the codes as integers between them."""
+        check_input(self.name, x, kind, positions, ctx)
+        codes, scale, zero = self._coded(x)
+        stored: Tensor = codes.mul_(scale.to(torch.float32)).add_(zero.to(torch.float32)).flatten(start_dim=2)
+        return stored[..., : x.shape[-1]].contiguous()
+
+    def _coded(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes [N, H, G, group_size] float32, scale and zero [N, H, G, 1] float16 of x [N, H, D]."""
+        num_tokens, num_heads, head_dim = x.shape
+        num_groups = -(-head_dim // self.group_size)
+        short = num_groups * self.group_size - head_dim
+        # Repeating the last channel fills a short group without touching its minimum or maximum.
+        full = torch.cat([x, x[..., -1:].expand(-1, -1, short)], dim=-1) if short else x
+        grouped = full.reshape(num_tokens, num_heads, num_groups, self.group_size)
+        largest_code = 2**self.bits - 1
+        low = grouped.amin(dim=-1, keepdim=True).clamp_(-FP16_MAX, FP16_MAX)
+        high = grouped.amax(dim=-1, keepdim=True).clamp_(-FP16_MAX, FP16_MAX)
+        zero, scale = low.to(torch.float16), ((high - low) / largest_code).to(torch.float16)
+        step = scale.to(torch.float32).clamp(min=_FP16_LEAST)  # where the scale is 0 every code means zero
+        codes = (grouped - zero.to(torch.float32)).div_(step).round_().clamp_(0, largest_code)
+        return codes, scale, zero
 
 
 @dataclass(frozen=True)
