@@ -102,7 +102,7 @@ def test_the_doctor_names_what_refuses(checkpoint: Path, tmp_path: Path) -> None
     assert len(refused) == 3, lines
     assert sum("Scheduler.get_init_info" in line for line in refused) == 2
     assert sum("NOT LIVE" in line for line in refused) == 1
-    assert any("head_dim 72" in line for line in refused)
+    assert any("heads of 72 channels" in line for line in refused)
 
 
 def test_the_doctor_names_a_model_that_cannot_be_read(tmp_path: Path) -> None:

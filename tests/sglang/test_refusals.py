@@ -398,12 +398,13 @@ def test_outliers_in_sixteen_bit_need_a_model_of_it() -> None:
     def bypass(pairs: int) -> dict[str, object]:
         return {"quantizer": {"name": "int8_dither_bypass", "params": {"pairs": pairs}, "storage": "packed"}}
 
-    check_served(served(bypass(8), dtype=torch.bfloat16, head_dim=16, v_head_dim=16), KNOWN)
+    narrow = {"text": {"head_dim": 16}}
+    check_served(served(bypass(8), dtype=torch.bfloat16, **narrow), KNOWN)
     check_served(served({"quantizer": {"name": "int8_dither"}}, dtype=torch.float32), KNOWN)
     with pytest.raises(UnsupportedError, match="bfloat16"):
         check_served(served(bypass(8), dtype=torch.float32), KNOWN)
     with pytest.raises(UnsupportedError, match="9 channel pairs of a head of 16 channels, which has 8"):
-        check_served(served(bypass(9), dtype=torch.float16, head_dim=16, v_head_dim=16), KNOWN)
+        check_served(served(bypass(9), dtype=torch.float16, **narrow), KNOWN)
 
 
 def model_config(**changes: Any) -> SimpleNamespace:
@@ -421,7 +422,7 @@ def model_config(**changes: Any) -> SimpleNamespace:
         "num_attention_layers": 2,
         "dtype": torch.float32,
     }
-    return SimpleNamespace(**{**fields, "head_dim": 64, "v_head_dim": 64, **changes})
+    return SimpleNamespace(**{**fields, **changes})
 
 
 KNOWN = [row for row in ROWS if row is not NO_CLASS]
@@ -447,7 +448,9 @@ def test_models_refused_by_name() -> None:
     refuse(KNOWN, served(backend="triton", text=capped["text"]))
     refuse(KNOWN, served(backend="triton", text={"sliding_window": 128}))  # in the ordinary pool
     latents = {"attention_arch": AttentionArch.MLA, "text": {"kv_lora_rank": 512, "qk_rope_head_dim": 64}}
-    refuse(KNOWN, served(backend="triton", **latents, head_dim=256, v_head_dim=128))
+    refuse(KNOWN, served(backend="triton", **latents))
+    shapes = {"sliding_window": 9, "sliding_window_pattern": 2, "swa_num_key_value_heads": 4, "v_head_dim": 32}
+    refuse(KNOWN, served(backend="triton", text=shapes))
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"backend": "fa3"}, "MLA.*with fa3"),
         ({"policy": {**NONE, "prefill_reads": "stored"}}, "prefill_reads: stored"),
@@ -460,8 +463,8 @@ def test_models_refused_by_name() -> None:
     refuse(KNOWN, served(backend="triton", is_hybrid_swa=True, text={"sliding_window": 128}))
     for changes, named in (
         (capped, "attn_logit_softcapping"),
-        ({"head_dim": 192, "v_head_dim": 128}, "equal widths"),
-        ({"head_dim": 72, "v_head_dim": 72}, "head_dim 72"),
+        ({"policy": PACKED, "text": {"v_head_dim": 128}}, "different widths"),
+        ({"text": {"head_dim": 72}}, "heads of 72 channels"),
         ({"attention_arch": AttentionArch.MLA}, "MLA"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"is_hybrid_swa": True}, "--disable-hybrid-swa-memory"),
@@ -472,10 +475,6 @@ def test_models_refused_by_name() -> None:
         ({"text": {"layer_types": ["linear_attention", "full_attention"]}}, r"without a KV cache \(1 of 2\)"),
         ({"text": {"attn_layer_period": 2}}, "without a KV cache"),
         ({"text": {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 64}}, "chunked local"),
-        (
-            {"text": {"sliding_window": 9, "sliding_window_pattern": 2, "swa_num_key_value_heads": 4}},
-            "several shapes",
-        ),
         ({"text": {"is_causal": False}}, "both ways"),
         ({"text": {"alibi": True}}, "ALiBi"),
         ({"text": {"gated_attention_layers": [1]}}, "gated_attention_layers .* not understood"),
@@ -492,11 +491,10 @@ SERVED = {  # of the published configurations
     *("chatglm3", "deepseek_v3", "gemma2_9b", "gemma3_27b", "glm46", "gpt2", "hd112", "kimi_k2", "llama31_8b"),
     *("minicpm_decoupled", "mistral7b_v01", "mistral_small31_vlm", "mistral_small_24b", "phi2", "phi3mini", "phi4"),
     *("qwen25_7b", "qwen25_vl_7b_flat", "qwen3_30b_a3b", "smollm3_norope", "gpt_oss_120b", "gpt_oss_120b_bf16"),
-    *("qwen3_next_80b", "qwen3_next_80b_lt"),
+    *("qwen3_next_80b", "qwen3_next_80b_lt", "gemma4_31b"),
 }
 REFUSED = {
     "decilm_nemotron51b": r"layers without a KV cache \(20 of 80\)",
-    "gemma4_31b": r"several shapes \(50 x 16 KV heads of 256, 10 x 4 KV heads of 512\)",
     "jamba": r"layers without a KV cache \(28 of 32\)",
     "llama4_scout": r"chunked local attention of 8192 tokens \(36 of 48\)",
     "mamba2": "keeps a state a request",
@@ -630,8 +628,14 @@ def attention_layer(layer_id: int, **changes: object) -> torch.nn.Module:
 
 
 def test_layers_refused_by_name() -> None:
-    one, two = (SimpleNamespace(start_layer=0, layer_num=count) for count in (1, 2))
+    heads = {"head_num": 1, "head_dim": 64, "v_head_dim": 64}
+    one, two = (SimpleNamespace(start_layer=0, layer_num=count, **heads) for count in (1, 2))
     check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), two)
+    with pytest.raises(UnsupportedError, match="2 or 4 query heads"):
+        check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1, tp_q_head_num=4)]), two)
+    wide = SimpleNamespace(start_layer=0, layer_num=1, **{**heads, "head_dim": 128})
+    with pytest.raises(UnsupportedError, match=r"\(1, 64, 64\) in a pool for \(1, 128, 64\)"):
+        check_layers(torch.nn.ModuleList([attention_layer(0)]), wide)
     with pytest.raises(UnsupportedError, match=r"pool of layers \[0\]"):
         check_layers(torch.nn.ModuleList([attention_layer(0), attention_layer(1)]), one)
     with pytest.raises(UnsupportedError, match="belongs to one"):

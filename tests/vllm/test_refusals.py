@@ -254,11 +254,8 @@ def model(text: dict[str, object] | None = None, **changes: object) -> SimpleNam
         "is_hybrid": False,
         "is_attention_free": False,
         "dtype": torch.float32,
-        "head": 64,
     }
-    made = SimpleNamespace(**{**fields, **changes})
-    made.get_head_size = lambda: made.head
-    return made
+    return SimpleNamespace(**{**fields, **changes})
 
 
 def about_to_be_served(text: dict[str, object] | None = None, device: str = "cpu", **changes: object) -> VllmModel:
@@ -268,7 +265,8 @@ def about_to_be_served(text: dict[str, object] | None = None, device: str = "cpu
 def test_models_refused_by_name() -> None:
     refuse(ROWS, about_to_be_served())
     refuse(ROWS, about_to_be_served({"sliding_window": 128, "layer_types": ["full_attention"] * 2}))  # of no layer
-    refuse(ROWS, about_to_be_served({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, use_mla=True, head=576))
+    refuse(ROWS, about_to_be_served({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, use_mla=True))
+    refuse(ROWS, about_to_be_served({"num_key_value_heads": [1, 2]}))
     texts: tuple[dict[str, object], ...] = (
         {"sliding_window": 128},
         {"sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]},
@@ -284,12 +282,11 @@ def test_models_refused_by_name() -> None:
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"is_diffusion": True}, "diffusion"),
         ({"is_attention_free": True}, "has no attention"),
-        ({"head": 72}, "head_dim 72"),
+        ({"text": {"head_dim": 72}}, "heads of 72 channels"),
         ({"text": {"kv_lora_rank": 512}}, "MLA"),
         ({"text": {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 64}}, "chunked local"),
         ({"text": {"num_kv_shared_layers": 1}}, "share the cache"),
         ({"text": {"head_dim": 192, "v_head_dim": 128}}, "different widths"),
-        ({"text": {"num_key_value_heads": [1, 2]}}, "several shapes"),
         ({"text": {"alibi": True}}, "ALiBi"),
         ({"text": {"gated_attention_layers": [1]}}, "gated_attention_layers .* not understood"),
     ):

@@ -194,6 +194,8 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Members(f"{_SRT}.server_args.ServerArgs", (*(option.name for option in OPTIONS), *_OPTIONS)),
     Signature(f"{_SRT}.configs.model_config.ModelConfig.from_server_args", ("server_args",)),
     Signature(f"{_SRT}.configs.model_config.ModelConfig.get_num_kv_heads", ("self", "tensor_parallel_size")),
+    Signature(f"{_SRT}.configs.model_config.ModelConfig.get_swa_num_kv_heads", ("self", "tensor_parallel_size")),
+    Members(f"{_ATTENTION}.triton_backend.ForwardMetadata", ("custom_mask",)),
     Members(
         f"{_SRT}.configs.model_config.ModelConfig",
         (
@@ -201,6 +203,8 @@ CONTRACT: tuple[Signature | Members, ...] = (
             "dtype",
             "head_dim",
             "v_head_dim",
+            "swa_head_dim",
+            "swa_v_head_dim",
             "hf_config",
             "hf_text_config",
             "is_generation",

@@ -192,6 +192,6 @@ CONTRACT: tuple[Signature | Members, ...] = (
     Signature("vllm.utils.import_utils.resolve_obj_by_qualname", ("qualname",)),
     Members(
         f"{_V1}.kv_cache_interface.FullAttentionSpec",
-        ("state_content_bytes", "head_size", "num_kv_heads", "block_size"),
+        ("state_content_bytes", "head_size", "head_size_v", "num_kv_heads", "block_size"),
     ),
 )
