@@ -398,7 +398,7 @@ def test_outliers_in_sixteen_bit_need_a_model_of_it() -> None:
     def bypass(pairs: int) -> dict[str, object]:
         return {"quantizer": {"name": "int8_dither_bypass", "params": {"pairs": pairs}, "storage": "packed"}}
 
-    narrow = {"text": {"head_dim": 16}}
+    narrow: dict[str, Any] = {"text": {"head_dim": 16}}
     check_served(served(bypass(8), dtype=torch.bfloat16, **narrow), KNOWN)
     check_served(served({"quantizer": {"name": "int8_dither"}}, dtype=torch.float32), KNOWN)
     with pytest.raises(UnsupportedError, match="bfloat16"):
