@@ -68,6 +68,8 @@ def test_a_run_is_the_sum_of_its_records(files: tuple[Path, Path]) -> None:
         half = run.steps.upper(step - 1, 0.5)
         assert half is not None
         assert found[(len(found) - 1) // 2] <= half <= found[-1]
+    page = render_page([run])
+    assert all(f"<td>{record['risk']:.2f}</td>" in page for record in requests)
     bounds = [row["worst"]["meter"] for row in run.worst]
     assert bounds == sorted((record["worst"]["meter"] for record in requests), reverse=True)
 

@@ -12,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from witcert_core.report.page.pictures import by_step, heat_map
 from witcert_core.report.page.run import Run, Words
 from witcert_core.report.page.words import alarm, figures, percent_up, sentences
+from witcert_core.report.risk import MEANING
 from witcert_core.report.text import NONE, number_up, percent_down
 
 
@@ -27,6 +28,7 @@ def render_page(runs: Sequence[Run], policy: str = "", status: Mapping[str, Any]
         status=list(_flat(status or {})),
         version=version("witcert"),
         dash=NONE,
+        risk=MEANING,
     )
 
 

@@ -202,7 +202,7 @@ class Run:
         if len(self._worst) == WORST_REQUESTS and score <= self._worst[0][: len(score)]:
             return
         kept = ("request_id", "quantizer", "worst", "tv_certified_share", "cells_measured", "cells_exact")
-        row = {key: record[key] for key in (*kept, "cells_unknown", "finish_reason", "log_a_max")}
+        row = {key: record[key] for key in (*kept, "cells_unknown", "finish_reason", "log_a_max", "risk")}
         row["violations"] = score[0]
         entry = (*score, row)
         if len(self._worst) < WORST_REQUESTS:
