@@ -23,6 +23,7 @@ from witcert_core.cache.bands import band_map
 from witcert_core.cache.capacity import BANDS
 from witcert_core.cache.norm_codes import witness_codes
 from witcert_core.errors import PolicyError
+from witcert_core.evaluate.canary_metrics import CanaryMetrics
 from witcert_core.meter.bounds.vectors import check_vectors, load_vectors
 from witcert_core.meter.kernel_error import UNIT
 from witcert_core.policy.gate_registry import GATES
@@ -274,7 +275,7 @@ def test_every_metric_is_documented_as_it_is() -> None:
     registry = CollectorRegistry()
     Metrics(registry)
     shown = {}
-    for family in registry._collector_to_names:
+    for family in (*registry._collector_to_names, *CanaryMetrics().registry._collector_to_names):
         name = f"{family._name}_total" if family._type == "counter" else family._name  # type: ignore[attr-defined]
         labels = ", ".join(f"`{label}`" for label in family._labelnames)  # type: ignore[attr-defined]
         shown[f"`{name}`"] = [family._type, labels, family._documentation]  # type: ignore[attr-defined]

@@ -43,7 +43,9 @@ class CanaryMetrics:
             "certified",
         )
         self._columns = {
-            "kl": histogram("kl_nats", "KL(exact || served) of the next token, mean of a request, at least", NATS),
+            "kl": histogram(
+                "kl_nats", "KL of the served next token's law from the exact one, mean of a request, at least", NATS
+            ),
             "kl_max": histogram("kl_max_nats", "The same, largest of a request's tokens", NATS),
             "nll_increase": histogram(
                 "nll_increase_nats", "Log-perplexity above the exact cache's on the same tokens; may be negative", NATS
