@@ -54,7 +54,7 @@ RANKED = (
     "rotated",
     "skvq:bits=4",
 )
-COVERED = ("int8_dither", "int8_dither_w", "fp8_calibrated", "int4_token_group@4")
+COVERED = ("int8_dither", "fp8_calibrated")
 TRUSTED = (*QUANTIZERS, "int4_token_group@4")
 NEEDLES = ("single_needle", "multi_key")
 FAMILIES = (*NEEDLES, "multi_value", "variable_tracking", "frequent_words", "question_answering")

@@ -40,7 +40,7 @@ def blocks(results: dict[str, Any]) -> dict[str, str]:
 
 def test_the_pages_show_what_the_results_say(blocks: dict[str, str]) -> None:
     assert tuple(blocks) == (*ALWAYS, *(name for name in shown.SECTIONS if (shown.FIGURES / f"{name}.json").exists()))
-    assert {"drift", "risk", "tiny_ruler"} <= set(blocks)
+    assert {"coverage", "drift", "risk", "tiny_ruler"} <= set(blocks)
     assert json.loads((shown.FIGURES / "figures.json").read_text()) == {"blocks": blocks}
     seen: set[str] = set()
     for page in shown.pages():
@@ -81,6 +81,7 @@ def test_words_that_stand_for_a_measured_number_are_near_it(results: dict[str, A
 def test_a_changed_number_would_be_noticed(results: dict[str, Any], blocks: dict[str, str]) -> None:
     for name, path in {
         "risk": ("curve", "half"),
+        "coverage": ("original", "quantizers", "int8_dither", "at_tau", "0.01", "meter"),
         "drift": ("twin", "quantizers", "kivi", "kl", "value"),
         "tiny_ruler": ("rows", 1, "score", "value"),
         "tiny_layers": ("quantizers", "fp8_e4m3_cast", "rows", 0, "kl", "value"),
@@ -205,8 +206,8 @@ def no_section(name: str, _size: int) -> None:
 
 
 def test_no_bound_was_violated(results: dict[str, Any]) -> None:
-    for model in ("original", "twin"):
-        for result in results["tiny_coverage"][model]["quantizers"].values():
+    for model in (results[name][twin] for name in ("coverage", "tiny_coverage") for twin in ("original", "twin")):
+        for result in model["quantizers"].values():
             assert all(count == 0 for count in result["violations"]["deterministic"].values())
     assert all(result["violations"] == 0 for result in results["tiny_trust"]["quantizers"].values())
     assert all(row["meter"]["violations"] == 0 < row["meter"]["audited"] for row in results["tiny_ruler"]["rows"])
