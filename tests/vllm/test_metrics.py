@@ -44,6 +44,7 @@ def calls() -> dict[str, list[object]]:
         "rows_not_sketched": [2, "no room"],
         "rows_unknown": [3],
         "row_rejected": ["q", 1],
+        "row_probed": [True, 0.5],
         "cells_unknown": ["q", 4],
         "request_finished": ["q", 0.5],
     }
