@@ -310,6 +310,7 @@ def test_banner_and_status(fp8_twin: Metered) -> None:
     with fp8_twin.server.client() as client:
         status = client.get("/witcert/status").json()
     assert status["layers_metered"] == [0, 1, 2, 3]
+    assert {"witcert", "witcert-sglang", "sglang", "torch"} <= status["versions"].keys()
     assert status["bytes_witness"] > 0
 
 

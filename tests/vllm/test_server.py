@@ -269,6 +269,7 @@ def test_banner_and_status(server: Server) -> None:
     assert "16 (4 of 4 layers x 4 query heads)" in log
     status = fetch(server, "/witcert/status").json()
     assert status["layers_metered"] == [0, 1, 2, 3]
+    assert {"witcert", "witcert-vllm", "vllm", "torch"} <= status["versions"].keys()
     assert status["bytes_witness"] > 0
 
 
