@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import subprocess
 from collections.abc import Callable
@@ -12,13 +13,20 @@ import pytest
 import torch
 
 from bench.cpu.audit import audited
+from witcert_core.cache.bands import band_map
 from witcert_core.errors import UnsupportedError
+from witcert_core.kernels.certify import Certificate, certify
 from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.extend import extend_int8
 from witcert_core.kernels.native import build
+from witcert_core.meter.bounds import meter
+from witcert_core.meter.sums import AccField
+from witcert_core.meter.tv import attention_logits
+from witcert_core.quantizers.rotary import RotarySpec
 
 from . import test_append, test_certify, test_decode, test_extend
 from .int8_case import KEY, LAYER, make_case, queries
+from .paged import page_table, rows_of
 from .pairwise import name, pairwise
 
 OPERATIONS = {"append": test_append, "decode": test_decode, "extend": test_extend, "certify": test_certify}
@@ -27,6 +35,12 @@ CASES = [
     for operation, module in OPERATIONS.items()
     for case in pairwise({**module.FACTORS, "dtype": [torch.float32, torch.float16, torch.bfloat16]})
 ]
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``auto`` takes, and so the arithmetic that the reference allows for."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
 @pytest.mark.parametrize(("check", "case"), CASES)
@@ -143,3 +157,41 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
 def test_heads_of_another_size_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"heads have 72 channels; .* multiples of 16 up to 256"):
         build.check_channels(64, 72)
+
+
+def exact_pool(k: torch.Tensor, q: torch.Tensor) -> Certificate:
+    """The certificate of one row ``q [H, D]`` over keys ``k [S, 1, D]`` that nothing was lost of."""
+    length, _, dim = k.shape
+    bands = band_map(RotarySpec(dim))
+    table, pages = page_table((length,), 16, torch.Generator().manual_seed(1))
+    slots = table.slots(0, length, 16)
+    pool = torch.full((pages, 16, 1, dim), float("nan"), dtype=k.dtype)
+    pool[slots // 16, slots % 16] = k
+    witness = torch.zeros(pages, 16, 1, bands.num_bands, dtype=torch.uint8)
+    return certify(q[None], (pool, pool), witness, table, bands, max_kv_len=length, backend="cpu", **rows_of(length))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_logits_err_by_less_than_is_allowed_for_them(dim: int, dtype: torch.dtype) -> None:
+    """Products that cancel, of keys and queries of very different size: all that is wrong with the sum of weights."""
+    g = torch.Generator().manual_seed(dim)
+    k = torch.randn(200, 1, dim, generator=g) * torch.exp2(torch.rand(200, 1, dim, generator=g) * 14 - 4)
+    q = torch.randn(64, dim, generator=g)
+    k, q = (k - (k @ q[0])[..., None] * q[0] / q[0].square().sum()).to(dtype), q.to(dtype)
+    found = exact_pool(k, q)
+    z = attention_logits(q.double(), k.double(), dim**-0.5, 0.0)
+    off = (found.lse[0].double() * math.log(2.0) - torch.logsumexp(z, -1)).abs()
+    allowed = found.acc[0, :, AccField.M].double()
+    assert bool((off <= allowed + 2.0**-23 * torch.logsumexp(z, -1).abs()).all())
+    assert float((off / allowed).amax()) > 1e-3
+
+
+def test_outlier_channels_that_queries_hardly_meet_do_not_widen_what_products_err_by() -> None:
+    g = torch.Generator().manual_seed(4)
+    k, q = torch.randn(200, 1, 64, generator=g), torch.randn(8, 64, generator=g)
+    stretch = torch.ones(64)
+    stretch[[3, 20, 35, 52]] = 1024.0
+    plain, twin = exact_pool(k, q), exact_pool(k * stretch, q / stretch)
+    assert bool((twin.omega <= plain.omega * (1.0 + 1e-6)).all())
+    assert bool((meter(twin.acc)[0] <= meter(plain.acc)[0] * (1.0 + 1e-5)).all())

@@ -37,7 +37,7 @@ struct PoolTile : ExactTile {
   alignas(64) float residual[MAX_SIDES][TILE];  // by band, 0 where unknown
   alignas(64) float step[MAX_GROUPS][TILE];     // by group, 0 where unknown
 
-  void read(const Arguments& a, const Places& t, int64_t kv_head) {
+  void read(const Arguments& a, const Places& t, int64_t kv_head, int seen) {
     const void* keys[TILE];
     int64_t line[TILE];
     const int64_t size = size_of(a.dtype);
@@ -45,7 +45,7 @@ struct PoolTile : ExactTile {
       keys[i] = (const char*)a.k + t.k[i] + kv_head * a.k_head * size;
       line[i] = t.slot[i] * a.kv_heads + kv_head;
     }
-    read_keys(keys, a.head_dim, t.count, a.dtype, true);
+    read_keys(keys, a.head_dim, seen, t.count, a.dtype, true);
     for (int i = 0; a.v && i < t.count; i++)
       v_square[i] = square_of((const char*)a.v + t.v[i] + kv_head * a.v_head * size, a.v_dim, a.dtype);
     alignas(64) uint8_t codes[MAX_SIDES][TILE], of_value[TILE];
@@ -80,7 +80,7 @@ struct PoolTile : ExactTile {
 struct Query {
   std::vector<float> norm;           // by band, times the scale
   std::vector<float> norm1, square;  // by group
-  float length, tail = 0.0f;
+  float tail = 0.0f;
 
   Query(const Arguments& a, const float* q, double delta, int64_t num_visible) {
     const double scale = std::fabs(a.sm_scale);
@@ -92,15 +92,14 @@ struct Query {
     for (double x : of_band) norm.push_back((float)(std::sqrt(x) * scale) * UP16 * UP16);
     for (double x : sum1) norm1.push_back((float)(x * scale) * UP16);
     for (double x : sum2) square.push_back((float)(x * scale * scale) * UP16);
-    length = (float)(length_of(q, a.head_dim) * scale) * dot_error(a.head_dim) * UP16;
     if (delta > 0.0)
       tail = (float)(std::sqrt(2.0 * std::log(2.0 * (double)std::max<int64_t>(num_visible, 1) / delta)) *
                      std::sqrt((1.0 - 0x1p-16) / 12.0)) *
              1.0001f;
   }
 
-  vf radius(const Arguments& a, const PoolTile& t, int i) const {
-    vf c = load(t.key_length + i) * length;
+  // `c`: of the product.
+  vf radius(const Arguments& a, const PoolTile& t, int i, vf c) const {
     for (int64_t b = 0; b < a.bands; b++) c += load(t.residual[b] + i) * norm[b];
     if (a.steps) {
       vf l1 = splat(0.0f), variance = l1;
@@ -119,20 +118,19 @@ struct Query {
 template <int N>
 void measure(const Arguments& a, const PoolTile& t, const float* q, const Query* of, const Span* spans, int64_t begin,
              Sums* sums) {
-  alignas(64) float logits[N][TILE], weights[TILE], product[TILE];
-  for (int sub = 0; sub < SUB; sub++) {
-    vf z[N];
-    t.products<N>(sub, q, z);
-    for (int m = 0; m < N; m++) {
-      z[m] = z[m] * (float)a.sm_scale;
-      store(logits[m] + LANES * sub, a.soft_cap > 0.0 ? soft_capped(z[m], (float)a.soft_cap) : z[m]);
-    }
-  }
+  alignas(64) float logits[N][TILE], weights[TILE], product[TILE], both[TILE];
+  t.logits<N>(q, (float)a.sm_scale, a.soft_cap, logits);
+  // The engine may add products in any order, and truncate.
+  const float scale = std::fabs((float)a.sm_scale), own = chain_error(a.head_dim), engine = dot_error(a.head_dim);
   Tile tile(t, begin, t.count, fixed_radius(a.soft_cap));
   for (int m = 0; m < N; m++) {
-    for (int j = 0; j < TILE; j += LANES) store(product + j, load(t.key_length + j) * of[m].length);
-    const auto radius = [&](int i) { return of[m].radius(a, t, i); };
-    tile.weigh(sums[m], spans[m], logits[m], weights, true, radius, product);
+    const float length = t.length_of(q + m * a.head_dim) * scale;
+    for (int j = 0; j < TILE; j += LANES) {
+      const vf x = load(t.key_length + j) * length;
+      store(product + j, x * own), store(both + j, x * ((own + engine) * UP16));
+    }
+    const auto radius = [&](int i) { return of[m].radius(a, t, i, load(product + i)); };
+    tile.weigh(sums[m], spans[m], logits[m], weights, true, radius, both);
   }
 }
 
@@ -197,7 +195,7 @@ int64_t measure_rows(const Arguments& a, const Task& task, PoolTile& tile, Place
         next.lines(from, to, a.witness, a.kv_heads * a.bands, each);
         asm volatile("" ::"r"(all));
       }
-      tile.read(a, places[current], task.first_head + h);
+      tile.read(a, places[current], task.first_head + h, (int)std::max<int64_t>(first - begin, 0));
       Pairs& x = of_head[h];
       const auto some = [&](auto n, int p) {
         measure<decltype(n)::value>(a, tile, &x.q[p * dim], &x.of[p], &spans[p], begin, &x.sums[p]);

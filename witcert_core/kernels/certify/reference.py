@@ -11,8 +11,7 @@ from torch import Tensor
 from witcert_core.cache.bands import BandMap
 from witcert_core.cache.norm_codes import decode_norm
 from witcert_core.cache.radii import radius_dither, radius_witness
-from witcert_core.kernels.decode.reference import softmax_error
-from witcert_core.kernels.host import slack
+from witcert_core.kernels.decode.reference import product_radii, softmax_error
 from witcert_core.kernels.host.pages import PageTable, gather
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.sums import NUM_ACC_FIELDS, AccField, accumulate
@@ -36,7 +35,7 @@ def certify_reference(
 
     ``rows``: (request, position) of each query of ``q [R, H, D]``; a row sees the tokens up to its position.
     """
-    num_rows, heads, head_dim = q.shape
+    num_rows, heads = q.shape[:2]
     acc = torch.full((num_rows, heads, NUM_ACC_FIELDS), float("inf"), dtype=torch.float64)
     omega = torch.full((num_rows, heads), float("inf"), dtype=torch.float64)
     lse = torch.full((num_rows, heads), float("-inf"), dtype=torch.float64)
@@ -47,9 +46,8 @@ def certify_reference(
         row, keys = q[r].to(torch.float64), gather(k, slots).to(torch.float64)
         groups = heads // keys.shape[1]
         z = spec.logits(row, keys)
-        norms = row.norm(dim=-1)[:, None] * keys.norm(dim=-1).T.repeat_interleave(groups, dim=0)
-        arithmetic = norms * (abs(spec.sm_scale) * slack.dot_error(head_dim)) + softmax_error(spec)
-        c = radius_witness(row, gather(witness, slots), bands, spec.sm_scale) + arithmetic
+        own, engine = (x + softmax_error(spec) for x in product_radii(row, keys, spec))
+        c = radius_witness(row, gather(witness, slots), bands, spec.sm_scale) + own
         if steps is not None:
             delta = 0.0 if delta_loc is None else float(delta_loc[r])
             known = gather(steps, slots)
@@ -64,7 +62,7 @@ def certify_reference(
             largest = values.norm(dim=-1).amax(dim=0).repeat_interleave(groups)
             known = acc[r, :, AccField.V_RADIUS].isfinite()
             acc[r, :, AccField.V_RADIUS] = torch.where(known, largest, float("inf"))
-        omega[r] = (2.0 * arithmetic + engine_constant).amax(dim=-1)
+        omega[r] = (own + engine + engine_constant).amax(dim=-1)
         extended = z if spec.sinks is None else torch.cat((z, spec.sinks.to(torch.float64)[:, None]), dim=-1)
         lse[r] = torch.logsumexp(extended, dim=-1) / math.log(2.0)
     return acc, omega, lse

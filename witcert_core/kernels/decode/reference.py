@@ -12,8 +12,10 @@ from witcert_core.cache.radii import radius_dither, radius_group_witness
 from witcert_core.kernels.host import slack
 from witcert_core.kernels.host.arguments import DitherOf, PackedCache
 from witcert_core.kernels.host.bypass import BypassedKeys
+from witcert_core.kernels.host.dispatch import resolve
 from witcert_core.kernels.host.pages import PageTable, gather
 from witcert_core.meter.attention import AttentionSpec
+from witcert_core.meter.contraction import contract_up
 from witcert_core.meter.sums import NUM_ACC_FIELDS, AccField, accumulate
 from witcert_core.quantizers.dither import dither_vectors
 
@@ -97,6 +99,18 @@ class PackedTokens:
 def softmax_error(spec: AttentionSpec) -> float:
     """Error of capping and exponentiating, as a radius."""
     return slack.SOFTMAX + max(spec.logits_soft_cap, 0.0) * slack.SOFTCAP
+
+
+def product_radii(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """``[H, S]`` error of the logits of ``q [H, D]`` over exact keys ``k [S, Hkv, D]`` in the kernel that ``auto``
+    takes, and in an engine's as that one knows it: Triton's by the lengths of both, the compiled one's at least."""
+    channels, groups = q.shape[1], q.shape[0] // k.shape[1]
+    if resolve("auto", q.device) == "cpu":
+        products = contract_up(q.abs(), k.abs(), spec.sm_scale)
+        return products * slack.chain_error(channels), products * slack.dot_error(channels)
+    lengths = q.norm(dim=-1)[:, None] * k.norm(dim=-1).T.repeat_interleave(groups, dim=0)
+    error = lengths * (abs(spec.sm_scale) * slack.dot_error(channels))
+    return error, error
 
 
 def read_packed(slots: Tensor, cache: PackedCache, dither: DitherOf) -> PackedTokens:

@@ -21,22 +21,17 @@ struct Arguments {
 
 // `N` pairs from `p` over a tile of exact tokens that begins at position `begin`.
 template <int N>
-void attend_exact(const Arguments& a, const ExactTile& t, const float* q, const float* length, int p, int64_t begin,
-                  const Span* spans, const bool* meter, Sums* sums, float* out) {
+void attend_exact(const Arguments& a, const ExactTile& t, const float* q, int p, int64_t begin, const Span* spans,
+                  const bool* meter, Sums* sums, float* out) {
   alignas(64) float logits[N][TILE], weights[N][TILE];
   float factor[N];
   const int64_t dim = a.cache.head_dim, width = a.cache.v_dim;
-  for (int sub = 0; sub < SUB; sub++) {
-    vf z[N];
-    t.products<N>(sub, q + p * dim, z);
-    for (int m = 0; m < N; m++) {
-      z[m] = z[m] * (float)a.sm_scale;
-      store(logits[m] + LANES * sub, a.soft_cap > 0.0 ? soft_capped(z[m], (float)a.soft_cap) : z[m]);
-    }
-  }
+  const float unit = std::fabs((float)a.sm_scale) * chain_error(dim);
+  t.logits<N>(q + p * dim, (float)a.sm_scale, a.soft_cap, logits);
   Tile tile(t, begin, t.count, fixed_radius(a.soft_cap));
   for (int m = 0; m < N; m++) {
-    const auto radius = [&](int i) { return load(t.key_length + i) * length[p + m]; };
+    const float length = meter[p + m] ? t.length_of(q + (p + m) * dim) * unit : 0.0f;
+    const auto radius = [&](int i) { return load(t.key_length + i) * length; };
     factor[m] = tile.weigh(sums[p + m], spans[p + m], logits[m], weights[m], meter[p + m], radius);
   }
   add_values<N>(out + p * width, width, 0, width, t.count, weights, factor,
@@ -62,7 +57,7 @@ int64_t attend_rows(const Arguments& a, int64_t request, int64_t kv_head, const 
   const int group = (int)(a.heads / cache.kv_heads), pairs = (int)entries.size() * group;
   const int64_t size = size_of(cache.dtype), width = cache.v_dim;
   Queries x(cache, kv_head, pairs);
-  std::vector<float> q((size_t)pairs * dim), length((size_t)pairs), parts((size_t)pairs * width);
+  std::vector<float> q((size_t)pairs * dim), parts((size_t)pairs * width);
   std::vector<Span> spans;
   std::vector<char> meter;
   std::vector<Sums> sums;
@@ -78,7 +73,6 @@ int64_t attend_rows(const Arguments& a, int64_t request, int64_t kv_head, const 
     const double delta = which >= 0 && a.delta_loc ? a.delta_loc[which] : 0.0;
     x.set(p, at, a.sm_scale, delta, std::max<int64_t>(prefix - spans[p].first, 1));
     for (int64_t c = 0; c < dim; c++) q[p * dim + c] = number(at, c, cache.dtype);
-    length[p] = (float)(length_of(&q[p * dim], dim) * std::fabs(a.sm_scale)) * dot_error(dim) * UP16;
   }
   const bool some = std::any_of(meter.begin(), meter.end(), [](char y) { return y; });
   const bool* of_meter = (const bool*)meter.data();
@@ -112,11 +106,11 @@ int64_t attend_rows(const Arguments& a, int64_t request, int64_t kv_head, const 
         key[i] = keys + (begin + i) * a.k_row * size;
         value[i] = values + (begin + i) * a.v_row * size;
       }
-      work.exact.read_keys(key, dim, count, cache.dtype, some);
+      work.exact.read_keys(key, dim, 0, count, cache.dtype, some);
       work.exact.read_values(value, width, cache.dtype, some);
       const auto args = [&](auto n, int p) {
-        attend_exact<decltype(n)::value>(a, work.exact, q.data(), length.data(), p, prefix + begin, spans.data(),
-                                         of_meter, sums.data(), parts.data());
+        attend_exact<decltype(n)::value>(a, work.exact, q.data(), p, prefix + begin, spans.data(), of_meter,
+                                         sums.data(), parts.data());
       };
       by_pairs(pairs, args);
     }

@@ -7,9 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from witcert_core.kernels.decode.reference import PackedTokens, read_packed, row_results, softmax_error
+from witcert_core.kernels.decode.reference import PackedTokens, product_radii, read_packed, row_results, softmax_error
 from witcert_core.kernels.extend.launch import Chunk
-from witcert_core.kernels.host import slack
 from witcert_core.kernels.host.arguments import DitherOf, PackedCache
 from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.sums import NUM_ACC_FIELDS
@@ -45,13 +44,11 @@ def _row(
     chunk: Chunk, old: PackedTokens, spec: AttentionSpec, low: int, r: int, delta_loc: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`row_results` has it, of row ``r`` of a request whose first one is ``low`` behind the tokens ``old``."""
-    heads, head_dim = chunk.q.shape[1:]
     prefix, seen = old.k.shape[0], r - low + 1
     visible = spec.visible(torch.arange(prefix + seen))
     row = chunk.q[r].to(torch.float64)
     new_k, new_v = (x[low : r + 1].to(torch.float64) for x in (chunk.k, chunk.v))
-    norms = row.norm(dim=-1)[:, None] * new_k.norm(dim=-1).T.repeat_interleave(heads // new_k.shape[1], dim=0)
-    c = norms * (abs(spec.sm_scale) * slack.dot_error(head_dim)) + softmax_error(spec)
+    c = product_radii(row, new_k, spec)[0] + softmax_error(spec)
     if prefix:
         digits = chunk.q.dtype != torch.float32
         before = old.key_radius(row, spec, delta_loc, max(visible.numel() - seen, 1), digits)

@@ -44,6 +44,16 @@ def dot_error(channels: int) -> float:
     return (channels + 2) * 2.0**-23
 
 
+CHAIN = 16
+"""Products that the kernels for CPUs add one after the other; then they add such sums."""
+
+
+def chain_error(channels: int) -> float:
+    """Error of a logit of the kernels for CPUs as a share of ``sum_i |q_i| |k_i|``: IEEE products and sums in chains of
+    `CHAIN`, their sums, the softmax scale, and the factor to base 2, which is no float32."""
+    return (CHAIN + -(-channels // CHAIN) + 4) * 2.0**-24
+
+
 def int8_dot_error(num_groups: int) -> float:
     """The same for ``sum_g s_g (<q_g, code_g> - kappa_g)``: groups of 32, then one term per group and 8
     more."""

@@ -160,11 +160,11 @@ class Tile {
       : side(about), begin(first_token), count(tokens), fixed(fixed_error) {}
 
   // Weights `w [TILE]` of a pair's logits; the factor of what was summed before. With `meter` also its sums, from
-  // `radius` (of LANES tokens, by the index of the first); and the largest omega of this kernel and another with the
-  // same arithmetic, from the error of each logit's `product`, if given.
+  // `radius` (of LANES tokens, by the index of the first); and the largest omega of this kernel and another one, from
+  // what the `products` behind each logit err by in both together, if given.
   template <class Radius>
   float weigh(Sums& own, Span sees, const float* logits, float* w_out, bool meter, Radius radius,
-              const float* product = nullptr) {
+              const float* products = nullptr) {
     const int low = (int)std::max<int64_t>(sees.first - begin, 0);
     const int high = (int)std::min<int64_t>(std::max<int64_t>(sees.limit - begin, 0), count);
     vf z[SUB], most = splat(-INF);
@@ -201,7 +201,7 @@ class Tile {
         const int lane = first_of(visible[j] & (z[j] == splat(top)));
         if (lane >= 0) at = LANES * j + lane;
       }
-      add_to_meter(own, low == 0 && high == TILE, visible, gap, w, at, radius, product);
+      add_to_meter(own, low == 0 && high == TILE, visible, gap, w, at, radius, products);
       own.meet(w_out[at], heaviest_c);
     }
     return factor;
@@ -217,15 +217,15 @@ class Tile {
 
   template <class Radius>
   void add_to_meter(Sums& own, bool whole, const vi* visible, const vf* gap, const vf* w, int at, Radius radius,
-                    const float* product) {
+                    const float* products) {
     const vf none = splat(0.0f);
     vf rest = none, eta = none, q = none, v2 = none, rho1 = none, rho2 = none, most = none, omega = none;
     for (int j = 0; j < SUB; j++) {
       const vf error = smaller(-gap[j], splat(150.0f)) * FAR_SHARE + fixed;
       const vf c = radius(LANES * j) + error + load(side.unknown + LANES * j);
       const vi other = visible[j] & (lane_index() + LANES * j != splat(at));
-      if (product) {
-        const vf both = load(product + LANES * j) * 2.0f + (error + fixed);
+      if (products) {
+        const vf both = load(products + LANES * j) + (error + fixed);
         omega = larger(visible[j] ? (both == both ? both : splat(INF)) : none, omega);
       }
       if (at / LANES == j) {
