@@ -55,6 +55,7 @@ struct PoolTile : ExactTile {
     }
     for (int64_t b = 0; b < a.bands; b++) known_of(codes[b], a.levels, residual[b], unknown);
     known_of(of_value, a.levels, rho, v_unknown);
+    sort_out_values();
     for (int i = 0; a.steps && i < TILE; i++)
       for (int64_t g = 0, groups = (a.head_dim + 31) / 32; g < groups; g++) {
         const float x = half_to_float(a.steps[line[i] * groups + g]);
@@ -117,7 +118,7 @@ struct Query {
 
 template <int N>
 void measure(const Arguments& a, const PoolTile& t, const float* q, const Query* of, const Span* spans, int64_t begin,
-             Sums* sums) {
+             Sums* sums, Lanes* lanes) {
   alignas(64) float logits[N][TILE], weights[TILE], product[TILE], both[TILE];
   t.logits<N>(q, (float)a.sm_scale, a.soft_cap, logits);
   // The engine may add products in any order, and truncate.
@@ -130,7 +131,7 @@ void measure(const Arguments& a, const PoolTile& t, const float* q, const Query*
       store(product + j, x * own), store(both + j, x * ((own + engine) * UP16));
     }
     const auto radius = [&](int i) { return of[m].radius(a, t, i, load(product + i)); };
-    tile.weigh(sums[m], spans[m], logits[m], weights, true, radius, both);
+    tile.weigh(sums[m], lanes[m], spans[m], logits[m], weights, true, radius, both);
   }
 }
 
@@ -145,6 +146,7 @@ struct Pairs {
   std::vector<float> q;
   std::vector<Query> of;
   std::vector<Sums> sums;
+  std::vector<Lanes> lanes;
   std::vector<Merged> all;
 };
 
@@ -163,7 +165,8 @@ int64_t measure_rows(const Arguments& a, const Task& task, PoolTile& tile, Place
   std::vector<Pairs> of_head((size_t)task.heads);
   for (int64_t h = 0; h < task.heads; h++) {
     Pairs& x = of_head[h];
-    x.q.resize((size_t)pairs * dim), x.sums.resize((size_t)pairs), x.all.resize((size_t)pairs);
+    x.q.resize((size_t)pairs * dim), x.sums.resize((size_t)pairs), x.lanes.resize((size_t)pairs),
+        x.all.resize((size_t)pairs);
     for (int p = 0; p < pairs; p++) {
       const int64_t row = task.rows[p / group], head = (task.first_head + h) * group + p % group;
       const char* at = (const char*)a.q + (row * a.q_row + head * a.q_head) * size_of(a.q_dtype);
@@ -177,7 +180,10 @@ int64_t measure_rows(const Arguments& a, const Task& task, PoolTile& tile, Place
   };
   const auto merge = [&] {
     for (Pairs& x : of_head)
-      for (int p = 0; p < pairs; p++) x.all[p].take(x.sums[p], nullptr, 0), x.sums[p] = Sums();
+      for (int p = 0; p < pairs; p++) {
+        x.sums[p].take(x.lanes[p], true);
+        x.all[p].take(x.sums[p], nullptr, 0), x.sums[p] = Sums();
+      }
   };
   int64_t begin = first / TILE * TILE;
   if (begin < last) find(places[0], begin);
@@ -198,7 +204,7 @@ int64_t measure_rows(const Arguments& a, const Task& task, PoolTile& tile, Place
       tile.read(a, places[current], task.first_head + h, (int)std::max<int64_t>(first - begin, 0));
       Pairs& x = of_head[h];
       const auto some = [&](auto n, int p) {
-        measure<decltype(n)::value>(a, tile, &x.q[p * dim], &x.of[p], &spans[p], begin, &x.sums[p]);
+        measure<decltype(n)::value>(a, tile, &x.q[p * dim], &x.of[p], &spans[p], begin, &x.sums[p], &x.lanes[p]);
       };
       by_pairs(pairs, some);
     }

@@ -47,6 +47,7 @@ extern "C" int64_t witcert_run(const witcert::Arguments* given) {
     std::vector<Tokens> tokens(2);
     std::vector<Queries> x;
     std::vector<Span> spans;
+    std::vector<Lanes> lanes((size_t)cache.kv_heads * pairs);
     int64_t request = -1, first = 0;
 #pragma omp for schedule(dynamic, 1)
     for (size_t n = 0; n < tasks.size(); n++) {
@@ -75,15 +76,18 @@ extern "C" int64_t witcert_run(const witcert::Arguments* given) {
       for (; begin < end; begin += TILE, current = 1 - current) {
         const Tokens &here = tokens[current], &next = tokens[1 - current];
         const bool last = begin + TILE >= end;
-        if (!last) tokens[1 - current].find(cache, a.pages, request, begin + TILE, end);
+        tokens[current].ask(cache);
+        if (!last) tokens[1 - current].find(cache, a.pages, request, begin + TILE, end), next.fetch_writers(cache);
         for (int64_t h = 0; h < cache.kv_heads; h++) {
           const size_t part = ((size_t)offset[request] + h * splits[request] + begin / SPLIT) * pairs;
-          tile[0].ahead.clear();
+          tile[0].ahead.clear(0);
           if (!last)
             next.lines(cache, (int)(h * TILE / cache.kv_heads), (int)((h + 1) * TILE / cache.kv_heads), tile[0].ahead);
           tile[0].read(cache, here, h, a.meter);
           attend_packed(tile[0], x[h], begin, spans.data(), (const bool*)meter.data(), a.sm_scale, a.soft_cap,
-                        &sums[part], &parts[part * cache.v_dim]);
+                        &sums[part], &lanes[(size_t)h * pairs], &parts[part * cache.v_dim]);
+          if (last || (begin + TILE) % SPLIT == 0)
+            for (int p = 0; p < pairs; p++) sums[part + p].take(lanes[(size_t)h * pairs + p], a.meter);
         }
       }
     }

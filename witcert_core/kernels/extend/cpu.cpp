@@ -22,7 +22,7 @@ struct Arguments {
 // `N` pairs from `p` over a tile of exact tokens that begins at position `begin`.
 template <int N>
 void attend_exact(const Arguments& a, const ExactTile& t, const float* q, int p, int64_t begin, const Span* spans,
-                  const bool* meter, Sums* sums, float* out) {
+                  const bool* meter, Sums* sums, Lanes* lanes, float* out) {
   alignas(64) float logits[N][TILE], weights[N][TILE];
   float factor[N];
   const int64_t dim = a.cache.head_dim, width = a.cache.v_dim;
@@ -32,7 +32,7 @@ void attend_exact(const Arguments& a, const ExactTile& t, const float* q, int p,
   for (int m = 0; m < N; m++) {
     const float length = meter[p + m] ? t.length_of(q + (p + m) * dim) * unit : 0.0f;
     const auto radius = [&](int i) { return load(t.key_length + i) * length; };
-    factor[m] = tile.weigh(sums[p + m], spans[p + m], logits[m], weights[m], meter[p + m], radius);
+    factor[m] = tile.weigh(sums[p + m], lanes[p + m], spans[p + m], logits[m], weights[m], meter[p + m], radius);
   }
   add_values<N>(out + p * width, width, 0, width, t.count, weights, factor,
                 [&](int i, int64_t c) { return load(t.value[i] + c); });
@@ -61,6 +61,7 @@ int64_t attend_rows(const Arguments& a, int64_t request, int64_t kv_head, const 
   std::vector<Span> spans;
   std::vector<char> meter;
   std::vector<Sums> sums;
+  std::vector<Lanes> lanes((size_t)pairs);
   std::vector<Merged> all((size_t)pairs);
   const int64_t last = entries.back().row + 1;
   int64_t begin_seen = prefix + last;
@@ -77,7 +78,10 @@ int64_t attend_rows(const Arguments& a, int64_t request, int64_t kv_head, const 
   const bool some = std::any_of(meter.begin(), meter.end(), [](char y) { return y; });
   const bool* of_meter = (const bool*)meter.data();
   const auto merge = [&] {
-    for (int p = 0; p < pairs; p++) all[p].take(sums[p], &parts[(size_t)p * width], width);
+    for (int p = 0; p < pairs; p++) {
+      sums[p].take(lanes[p], meter[p]);
+      all[p].take(sums[p], &parts[(size_t)p * width], width);
+    }
   };
   const auto start = [&] {
     sums.assign((size_t)pairs, Sums());
@@ -89,8 +93,10 @@ int64_t attend_rows(const Arguments& a, int64_t request, int64_t kv_head, const 
     for (int64_t begin = split; begin < end; begin += TILE) {
       if (begin + TILE <= begin_seen) continue;
       work.tokens.find(cache, a.pages, request, begin, end);
+      work.tokens.ask(cache);
       work.packed.read(cache, work.tokens, kv_head, some);
-      attend_packed(work.packed, x, begin, spans.data(), of_meter, a.sm_scale, a.soft_cap, sums.data(), parts.data());
+      attend_packed(work.packed, x, begin, spans.data(), of_meter, a.sm_scale, a.soft_cap, sums.data(), lanes.data(),
+                    parts.data());
     }
     merge();
   }
@@ -110,7 +116,7 @@ int64_t attend_rows(const Arguments& a, int64_t request, int64_t kv_head, const 
       work.exact.read_values(value, width, cache.dtype, some);
       const auto args = [&](auto n, int p) {
         attend_exact<decltype(n)::value>(a, work.exact, q.data(), p, prefix + begin, spans.data(), of_meter,
-                                         sums.data(), parts.data());
+                                         sums.data(), lanes.data(), parts.data());
       };
       by_pairs(pairs, args);
     }

@@ -3,7 +3,8 @@
 //
 // Weights are relative to 2^ref with an integer ref, so that rescaling is exact. A split of SPLIT tokens is summed by
 // itself and splits are merged in order, so that a row's bits do not depend on its batch or on the number of threads.
-// Sums over a tile are float32, over tiles float64; constants are those of kernels/host/slack.py, rounded outward.
+// Sums over a split are float32, lane by lane: of at most 128 numbers above 0, so within 2^-16, and SUM_UP allows
+// 2^-12. Sums over splits are float64. Constants are those of kernels/host/slack.py, rounded outward.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -46,12 +47,19 @@ struct Pages {
 // processor drops most, and waits for the rest.
 struct Ahead {
   std::vector<const char*> line;
-  size_t next = 0;
+  size_t count = 0, next = 0;
 
-  void clear() { line.clear(), next = 0; }
+  // Of at most `most` lines.
+  void clear(size_t most) {
+    if (line.size() < most) line.resize(most);
+    count = next = 0;
+  }
 
-  void fetch(int most) {
-    for (; most > 0 && next < line.size(); most--) __builtin_prefetch(line[next++], 0, 2);
+  void add(const char* at) { line[count++] = at; }
+
+  void fetch(size_t most) {
+    const size_t last = std::min(next + most, count);
+    for (; next < last; next++) __builtin_prefetch(line[next], 0, 2);
   }
 };
 
@@ -61,6 +69,16 @@ struct Measured {
   alignas(64) float unknown[TILE];    // infinite where a key's radius is
   alignas(64) float v_unknown[TILE];  // infinite where a value's is
   alignas(64) float rho[TILE], v_square[TILE];
+
+  // Values of which something is no number, or beyond all, are unknown: a weight of 0 makes nothing of the others.
+  void sort_out_values() {
+    for (int i = 0; i < TILE; i += LANES)
+      for (float* x : {rho, v_square}) {
+        const vi fine = load(x + i) < INF;
+        store(v_unknown + i, fine ? load(v_unknown + i) : splat(INF));
+        store(x + i, fine ? load(x + i) : splat(0.0f));
+      }
+  }
 };
 
 // The extremes of what a row sees of a tile's values.
@@ -76,13 +94,43 @@ struct Extremes {
       most = larger(visible[j] ? rho : splat(0.0f), most);
       least = smaller(visible[j] ? rho : splat(INF), least);
       square_most = larger(visible[j] ? square : splat(0.0f), square_most);
-      wrong |= visible[j] & ((load(of.v_unknown + LANES * j) > 0.0f) | (square != square));
+      wrong |= visible[j] & (load(of.v_unknown + LANES * j) > 0.0f);
     }
     rho_max = largest(most), rho_min = -largest(-least), v_max = largest(square_most), unknown = any(wrong);
   }
 };
 
 inline double grown(float c) { return (double)growth(splat(c))[0]; }
+
+// Sums of one pair over some tiles of a split, lane by lane: a tile then needs no number of a whole vector. Each lane
+// keeps the heaviest of its tokens apart from the sums over the others.
+struct Lanes {
+  vf mass{}, rest{}, eta{}, q{}, v2{}, rho1{}, rho2{}, heaviest{}, heaviest_c{}, most{}, omega{};
+
+  void add(vf w, vf c) {
+    const vf g = growth(c), first = w * g;
+    rest += w, eta += first, q += first * smaller(g, splat(SQUARE_MAX));
+    most = larger(c, most);
+  }
+
+  void meet(vf w, vf c) {
+    const vf lighter = smaller(w, heaviest), lighter_c = w > heaviest ? heaviest_c : c;
+    heaviest_c = w > heaviest ? c : heaviest_c, heaviest = larger(w, heaviest);
+    add(lighter, lighter_c);
+  }
+
+  // To go on with in registers, and to come back from there.
+  Lanes heaviest_alone() const {
+    Lanes x;
+    x.heaviest = heaviest, x.heaviest_c = heaviest_c;
+    return x;
+  }
+
+  void join(const Lanes& x) {
+    mass += x.mass, rest += x.rest, eta += x.eta, q += x.q, v2 += x.v2, rho1 += x.rho1, rho2 += x.rho2;
+    heaviest = x.heaviest, heaviest_c = x.heaviest_c, most = larger(x.most, most), omega = larger(x.omega, omega);
+  }
+};
 
 // Sums of one pair, relative to 2^ref.
 struct Sums {
@@ -117,6 +165,24 @@ struct Sums {
     } else {
       add(w, c);
     }
+  }
+
+  // What lanes hold, which are then empty.
+  void take(Lanes& x, bool meter) {
+    mass += (double)sum(x.mass);
+    const float top = meter ? largest(x.heaviest) : 0.0f;
+    if (top > 0.0f) {
+      const int at = first_of(x.heaviest == splat(top));
+      const vi others = lane_index() != splat(at);
+      float c[LANES];
+      store(c, x.heaviest_c);
+      x.add(others ? x.heaviest : splat(0.0f), others ? x.heaviest_c : splat(0.0f));
+      meet(top, c[at]);
+      rest += (double)sum(x.rest), eta += (double)sum(x.eta), q += (double)sum(x.q);
+      v2 += (double)sum(x.v2), rho1 += (double)sum(x.rho1), rho2 += (double)sum(x.rho2);
+      most = std::max(most, largest(x.most)), omega = std::max(omega, largest(x.omega));
+    }
+    x = Lanes();
   }
 
   // Other tokens' sums; the factor of those here.
@@ -163,48 +229,12 @@ class Tile {
   // `radius` (of LANES tokens, by the index of the first); and the largest omega of this kernel and another one, from
   // what the `products` behind each logit err by in both together, if given.
   template <class Radius>
-  float weigh(Sums& own, Span sees, const float* logits, float* w_out, bool meter, Radius radius,
+  float weigh(Sums& own, Lanes& lanes, Span sees, const float* logits, float* w_out, bool meter, Radius radius,
               const float* products = nullptr) {
     const int low = (int)std::max<int64_t>(sees.first - begin, 0);
     const int high = (int)std::min<int64_t>(std::max<int64_t>(sees.limit - begin, 0), count);
-    vf z[SUB], most = splat(-INF);
-    vi visible[SUB], wrong = splat(0);
-    for (int j = 0; j < SUB; j++) {
-      const vi token = lane_index() + LANES * j;
-      visible[j] = (token >= splat(low)) & (token < splat(high));
-      z[j] = visible[j] ? load(logits + LANES * j) * LOG2E : splat(-INF);
-      wrong |= z[j] != z[j];
-      most = larger(z[j], most);
-    }
-    const float top = largest(most);
-    if (low < high) {
-      own.sees = true;
-      // No number, or nothing above -inf: there are no weights to speak of.
-      own.broken |= any(wrong) || top == INF || (top == -INF && own.ref == -INF);
-    }
-    if (low >= high || own.broken) {
-      std::fill(w_out, w_out + TILE, 0.0f);
-      return 1.0f;
-    }
-    const float factor = (float)own.raise(std::max(own.ref, std::ceil(top)));
-    vf total = splat(0.0f), gap[SUB], w[SUB];
-    for (int j = 0; j < SUB; j++) {
-      gap[j] = z[j] - own.ref;
-      w[j] = exp2_down(gap[j]);
-      total += w[j];
-      store(w_out + LANES * j, w[j]);
-    }
-    own.mass += (double)sum(total);
-    if (meter) {
-      int at = -1;
-      for (int j = 0; j < SUB && at < 0; j++) {
-        const int lane = first_of(visible[j] & (z[j] == splat(top)));
-        if (lane >= 0) at = LANES * j + lane;
-      }
-      add_to_meter(own, low == 0 && high == TILE, visible, gap, w, at, radius, products);
-      own.meet(w_out[at], heaviest_c);
-    }
-    return factor;
+    if (low == 0 && high == TILE) return weigh<true>(own, lanes, low, high, logits, w_out, meter, radius, products);
+    return weigh<false>(own, lanes, low, high, logits, w_out, meter, radius, products);
   }
 
  private:
@@ -213,42 +243,68 @@ class Tile {
   const int count;
   const float fixed;
   std::optional<Extremes> of_all;
-  float heaviest_c = 0.0f;
 
-  template <class Radius>
-  void add_to_meter(Sums& own, bool whole, const vi* visible, const vf* gap, const vf* w, int at, Radius radius,
-                    const float* products) {
-    const vf none = splat(0.0f);
-    vf rest = none, eta = none, q = none, v2 = none, rho1 = none, rho2 = none, most = none, omega = none;
+  // Of tokens low .. high - 1; ALL: of all 64.
+  template <bool ALL, class Radius>
+  float weigh(Sums& own, Lanes& lanes, int low, int high, const float* logits, float* w_out, bool meter, Radius radius,
+              const float* products) {
+    vf z[SUB], most = splat(-INF);
+    vi visible[SUB], wrong = splat(0);
+    for (int j = 0; j < SUB; j++) {
+      const vi token = lane_index() + LANES * j;
+      visible[j] = ALL ? splat(-1) : (token >= splat(low)) & (token < splat(high));
+      z[j] = seen<ALL>(visible[j], load(logits + LANES * j) * LOG2E, -INF);
+      wrong |= z[j] != z[j];
+      most = larger(z[j], most);
+    }
+    own.sees |= low < high;
+    float factor = 1.0f;
+    // Where no logit is above the reference, that is all that is asked of them.
+    if (own.ref == -INF || any_above(most, splat(own.ref)) || any(wrong)) {
+      const float top = largest(most);
+      // No number, or nothing above -inf: there are no weights to speak of.
+      own.broken |= low < high && (any(wrong) || top == INF || (top == -INF && own.ref == -INF));
+      if (low < high && !own.broken && top > own.ref) {
+        if (own.ref > -INF) own.take(lanes, meter);
+        factor = (float)own.raise(std::max(own.ref, std::ceil(top)));
+      }
+    }
+    if (low >= high || own.broken) {
+      std::fill(w_out, w_out + TILE, 0.0f);
+      return 1.0f;
+    }
+    vf gap[SUB], w[SUB];
+    for (int j = 0; j < SUB; j++) {
+      gap[j] = z[j] - own.ref;
+      w[j] = exp2_down(gap[j]);
+      lanes.mass += w[j];
+      store(w_out + LANES * j, w[j]);
+    }
+    if (!meter) return factor;
+    Lanes x = lanes.heaviest_alone();
     for (int j = 0; j < SUB; j++) {
       const vf error = smaller(-gap[j], splat(150.0f)) * FAR_SHARE + fixed;
       const vf c = radius(LANES * j) + error + load(side.unknown + LANES * j);
-      const vi other = visible[j] & (lane_index() + LANES * j != splat(at));
+      x.meet(w[j], seen<ALL>(visible[j], c, 0.0f));
       if (products) {
         const vf both = load(products + LANES * j) + (error + fixed);
-        omega = larger(visible[j] ? (both == both ? both : splat(INF)) : none, omega);
+        x.omega = larger(seen<ALL>(visible[j], both == both ? both : splat(INF), 0.0f), x.omega);
       }
-      if (at / LANES == j) {
-        float lanes[LANES];
-        store(lanes, c);
-        heaviest_c = lanes[at % LANES];
-      }
-      const vf other_w = other ? w[j] : none, other_c = other ? c : none;
-      const vf g = growth(other_c), first = other_w * g;
-      rest += other_w, eta += first, q += first * smaller(g, splat(SQUARE_MAX));
-      most = larger(other_c, most);
-      // What is not seen has the weight 0, but perhaps no number beside it.
-      const vf rho = visible[j] ? load(side.rho + LANES * j) : none;
-      const vf square = visible[j] ? load(side.v_square + LANES * j) : none;
-      v2 += w[j] * square, rho1 += w[j] * rho, rho2 += w[j] * rho * rho;
+      const vf of_rho = w[j] * load(side.rho + LANES * j);
+      x.v2 += w[j] * load(side.v_square + LANES * j);
+      x.rho1 += of_rho, x.rho2 += of_rho * load(side.rho + LANES * j);
     }
-    own.rest += sum(rest), own.eta += sum(eta), own.q += sum(q);
-    own.v2 += sum(v2), own.rho1 += sum(rho1), own.rho2 += sum(rho2);
-    own.most = std::max(own.most, largest(most)), own.omega = std::max(own.omega, largest(omega));
-    if (whole && !of_all) of_all.emplace(side, visible);
-    const Extremes seen = whole ? *of_all : Extremes(side, visible);
-    own.rho_max = std::max(own.rho_max, seen.rho_max), own.rho_min = std::min(own.rho_min, seen.rho_min);
-    own.v_max = std::max(own.v_max, seen.v_max), own.v_unknown |= seen.unknown;
+    lanes.join(x);
+    if (ALL && !of_all) of_all.emplace(side, visible);
+    const Extremes of = ALL ? *of_all : Extremes(side, visible);
+    own.rho_max = std::max(own.rho_max, of.rho_max), own.rho_min = std::min(own.rho_min, of.rho_min);
+    own.v_max = std::max(own.v_max, of.v_max), own.v_unknown |= of.unknown;
+    return factor;
+  }
+
+  template <bool ALL>
+  static vf seen(vi visible, vf x, float otherwise) {
+    return ALL ? x : visible ? x : splat(otherwise);
   }
 };
 

@@ -54,6 +54,7 @@ struct ExactTile : Measured {
       for (int64_t c = 0; c < v_dim; c += LANES) store(value[i] + c, numbers(values[i], c, dtype));
       if (meter) v_square[i] = square_of(value[i], v_dim, FLOAT32);
     }
+    if (meter) sort_out_values();
   }
 
   // ||v||^2 of one.

@@ -11,6 +11,10 @@ struct Tokens : Places {
 
   void find(const Cache& a, const Pages& pages, int64_t request, int64_t begin, int64_t end) {
     Places::find(pages, request, a.page_size, begin, end, a.keys(), a.values());
+  }
+
+  // Who wrote them: of memory that is far, unless it was fetched since they were found.
+  void ask(const Cache& a) {
     for (int i = 0; i < TILE; i++) pass[i] = a.pass_ids[slot[i]];
     for (int sub = 0; sub < SUB; sub++) {
       vi ids;
@@ -19,9 +23,17 @@ struct Tokens : Places {
     }
   }
 
+  void fetch_writers(const Cache& a) const {
+    for (int i = 0; i < TILE; i++)
+      if (!i || slot[i] != slot[i - 1] + 1 || slot[i] % 16 == 0) __builtin_prefetch(a.pass_ids + slot[i], 0, 2);
+  }
+
   // As Places has it, with what stands beside the codes.
   void lines(const Cache& a, int first, int last, Ahead& to) const {
-    const auto each = [&](const char* at) { to.line.push_back(at); };
+    const int64_t beside = 2 * a.kv_heads * (a.groups() + a.v_groups()) + a.kv_heads * a.groups();
+    const int64_t codes = a.kv_heads * (a.head_dim + a.v_dim);
+    to.clear((size_t)((last - first) * (codes / 64 + beside / 64 + 2 * a.kv_heads + 5)));
+    const auto each = [&](const char* at) { to.add(at); };
     Places::lines(first, last, a.keys(), a.values(), 0, a.kv_heads, each);
     Places::lines(first, last, a.k_scales, 2 * a.kv_heads * a.groups(), each);
     Places::lines(first, last, a.v_scales, 2 * a.kv_heads * a.v_groups(), each);
@@ -34,6 +46,7 @@ struct PackedTile : Measured {
   alignas(64) vi codes[SUB][MAX_DIM / 4];   // K codes + 128, a word of four channels of LANES tokens
   alignas(64) vi dither[SUB][MAX_DIM / 4];  // bytes j of u, where tokens of a sub-tile have dither of their own
   alignas(64) float k_scale[MAX_GROUPS][TILE], v_scale[MAX_GROUPS][TILE], residual[MAX_GROUPS][TILE];
+  alignas(64) float k_square[MAX_GROUPS][TILE];
   alignas(64) float spared_length[TILE];
   const int8_t* v[TILE];
   int64_t line[TILE];
@@ -116,11 +129,11 @@ struct PackedTile : Measured {
     for (int g = 0; g < x.groups; g++) {
       const vf scale = load(&k_scale[g][i]);
       l1 += scale * x.norm1[p * x.groups + g];
-      variance += scale * scale * x.square[p * x.groups + g];
+      variance += load(&k_square[g][i]) * x.square[p * x.groups + g];
       if (x.cache.witness) stored += load(&residual[g][i]) * x.length[p * x.groups + g];
     }
     vf c = l1 * x.certain[p];
-    if (x.tail[p] > 0.0f) c = smaller(root(variance) * x.tail[p] + l1 * x.likely[p], c);
+    if (x.tail[p] > 0.0f) c = smaller(root_up(variance) * x.tail[p] + l1 * x.likely[p], c);
     if (x.cache.witness) {
       constexpr float unit = (float)(5.656854249492381 / 510.0 * (1.0 + 0x1p-15)) * UP16 * UP16;
       c = smaller(stored * unit + l1 * x.arithmetic[p], c);
@@ -217,6 +230,9 @@ struct PackedTile : Measured {
       }
       store(v_square + i, of_values);
     }
+    sort_out_values();
+    for (int g = 0; g < a.groups(); g++)
+      for (int i = 0; i < TILE; i += LANES) store(&k_square[g][i], load(&k_scale[g][i]) * load(&k_scale[g][i]));
     for (int i = 0; i < TILE; i++) {
       for (int g = 0; a.witness && g < a.groups(); g++)
         residual[g][i] = k_scale[g][i] * (float)a.witness[line[i] * a.groups() + g];
@@ -234,7 +250,7 @@ struct PackedTile : Measured {
 // `N` pairs from `p` over a tile: their sums, and their outputs `out [pairs][v_dim]` relative to the sums' reference.
 template <int N, int DIGITS>
 void attend_packed(const PackedTile& t, const Queries& x, int p, int64_t begin, const Span* spans, const bool* meter,
-                   double sm_scale, double soft_cap, Sums* sums, float* out) {
+                   double sm_scale, double soft_cap, Sums* sums, Lanes* lanes, float* out) {
   alignas(64) float logits[N][TILE], weights[N][TILE], scaled[N][TILE];
   float factor[N];
   for (int sub = 0; sub < SUB; sub++) {
@@ -248,7 +264,7 @@ void attend_packed(const PackedTile& t, const Queries& x, int p, int64_t begin, 
   Tile tile(t, begin, t.count, fixed_radius(soft_cap));
   for (int m = 0; m < N; m++) {
     const auto radius = [&](int i) { return t.radius(x, i, p + m); };
-    factor[m] = tile.weigh(sums[p + m], spans[p + m], logits[m], weights[m], meter[p + m], radius);
+    factor[m] = tile.weigh(sums[p + m], lanes[p + m], spans[p + m], logits[m], weights[m], meter[p + m], radius);
   }
   const int64_t width = x.cache.v_dim;
   for (int g = 0; g < x.cache.v_groups(); g++) {
@@ -264,14 +280,14 @@ void attend_packed(const PackedTile& t, const Queries& x, int p, int64_t begin, 
 
 // All pairs over a tile.
 inline void attend_packed(const PackedTile& t, Queries& x, int64_t begin, const Span* spans, const bool* meter,
-                          double sm_scale, double soft_cap, Sums* sums, float* out) {
+                          double sm_scale, double soft_cap, Sums* sums, Lanes* lanes, float* out) {
   if (t.any_shared()) x.draw((uint32_t)t.tokens->pass[0]);
   auto some = [&](auto n, int p) {
     constexpr int N = decltype(n)::value;
     if (x.digits == 2)
-      attend_packed<N, 2>(t, x, p, begin, spans, meter, sm_scale, soft_cap, sums, out);
+      attend_packed<N, 2>(t, x, p, begin, spans, meter, sm_scale, soft_cap, sums, lanes, out);
     else
-      attend_packed<N, 3>(t, x, p, begin, spans, meter, sm_scale, soft_cap, sums, out);
+      attend_packed<N, 3>(t, x, p, begin, spans, meter, sm_scale, soft_cap, sums, lanes, out);
   };
   by_pairs(x.pairs, some);
 }

@@ -51,8 +51,13 @@ inline vf load(const float* p) {
 inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
 inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 // NaN in `a` gives `b`.
+#if defined(WITCERT_AVX512)
+inline vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+inline vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 inline vf smaller(vf a, vf b) { return a < b ? a : b; }
+#endif
 
 inline float sum(vf x) {
 #if defined(WITCERT_AVX512)
@@ -93,6 +98,14 @@ inline bool any(vi mask) {
 #endif
 }
 
+inline bool any_above(vf a, vf b) {
+#if defined(WITCERT_AVX512)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#else
+  return any(a > b);
+#endif
+}
+
 // The first lane of a mask that is set, -1 where none is.
 inline int first_of(vi mask) {
 #if defined(WITCERT_AVX512)
@@ -118,6 +131,16 @@ inline vf root(vf x) {
   store(part, x);
   for (float& y : part) y = __builtin_sqrtf(y);
   return load(part);
+#endif
+}
+
+// At least the root of x, by 2^-13 of itself at most and 2^-63; x >= 0. No number where x is infinite.
+inline vf root_up(vf x) {
+#if defined(WITCERT_AVX512)
+  const vf above = larger(x, splat(0x1p-126f));
+  return above * (vf)_mm512_rsqrt14_ps((__m512)above) * (1.0f + 0x1p-13f);
+#else
+  return root(x) * (1.0f + 0x1p-20f);
 #endif
 }
 
@@ -168,7 +191,7 @@ inline Power power_of_e(vf x) {
 // expm1(min(c, 80)) for c >= 0, rounded up by at most 2^-19 of itself.
 inline vf growth(vf c) {
   constexpr float UP = 1.0000014f;
-  if (!any(c > 0.34f)) return little_growth(c) * UP;
+  if (!any_above(c, splat(0.34f))) return little_growth(c) * UP;
   const Power e = power_of_e(smaller(c, splat(80.0f)));
   return (e.rest * e.scale + (e.scale - 1.0f)) * UP;
 }
