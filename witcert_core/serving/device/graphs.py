@@ -21,7 +21,6 @@ from witcert_core.kernels.host.pages import PageTable
 from witcert_core.kernels.host.slack import MAX_KV_LEN
 from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.device.captured import REASON, CapturedCells, LayerFacts
-from witcert_core.serving.device.packed import paged
 from witcert_core.serving.device.rows import spend_down
 from witcert_core.serving.forward import Pass
 from witcert_core.serving.storage.packed import PackedStorage
@@ -120,16 +119,16 @@ class CapturedDecode:
         out: Tensor | None = None,
     ) -> Tensor:
         """One launch; the second of a layer (`out` given) leaves everything alone where the flag is 0."""
-        layer = self.storage.cache[call.layer]
+        pages = self.kernels.pages[call.layer]
         metered: dict[str, Any] = {}
         if cells is not None and delta is not None:
             acc = cells.acc[cells.index(call.layer), :rows]
             metered = {"acc": acc, "counters": cells.counters, "flag": self.flag, "delta_loc": delta[:rows]}
         result, _, _ = decode_int8(
             call.q.contiguous(),
-            paged(layer),
-            layer.k_scale[:, None],
-            layer.v_scale[:, None],
+            pages.codes,
+            pages.k_scales,
+            pages.v_scales,
             PageTable(self.indptr[: rows + 1], self.indices, self.last_page_len[:rows]),
             self.kernels.pass_bits,
             max_kv_len=self.max_kv_len,

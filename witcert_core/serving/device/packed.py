@@ -27,9 +27,11 @@ from witcert_core.kernels.host import slack
 from witcert_core.kernels.host.bypass import BypassedKeys
 from witcert_core.kernels.host.dispatch import own_arithmetic
 from witcert_core.kernels.host.pages import PageTable
+from witcert_core.meter.attention import AttentionSpec
 from witcert_core.meter.audit import FormatError
 from witcert_core.meter.sums import NUM_ACC_FIELDS
 from witcert_core.serving.calls import AttentionCall
+from witcert_core.serving.device.layer_pages import LayerPages
 from witcert_core.serving.device.rows import spend_down, token_pages, visible_tokens
 from witcert_core.serving.device.sums import DeviceSums, output_norm
 from witcert_core.serving.encoder import Encoder
@@ -46,13 +48,15 @@ class Group:
 
     stored: whether they read what is stored of their own tokens, so by the decode kernel. tokens int64 [T]: the places
     of their tokens among the N new ones; lengths: new tokens of each, indptr int32 [requests + 1]. table: the pages of
-    their tokens, or of their prefixes where not stored, the longest of max_kv_len tokens.
+    their tokens, or of their prefixes where not stored, the longest of max_kv_len tokens. whole: nobody else has new
+    tokens.
     rows: numbers of the planned rows among them, int64 [R] as `numbers`; local [R]: where those are in `tokens`. deltas
     float32 [R]: what each may spend of the failure budget. row_table: the pages that each of the rows sees.
     """
 
     requests: list[int]
     stored: bool
+    whole: bool
     tokens: Tensor
     lengths: list[int]
     indptr: Tensor
@@ -93,6 +97,7 @@ class PackedKernels:
         self.head_ids = torch.tensor(geometry.kv_head_ids, dtype=torch.int32, device=geometry.device)
         self.pass_bits = encoder.pass_ids.to(torch.int32)
         self.bypassed = self._bypassed(cache.layers)
+        self.pages = {number: LayerPages.of(layer) for number, layer in cache.layers.items()}
         self._waves: list[list[int]] = []  # of this pass
         self._groups: dict[frozenset[int], list[Group]] = {}  # of this pass, by the requests that are served
         self._quantized: dict[int, tuple[list[int], Tensor]] = {}  # of this pass, by window
@@ -155,12 +160,11 @@ class PackedKernels:
 
     def options(self, call: AttentionCall) -> dict[str, Any]:
         """What both kernels take alike."""
-        layer = self.cache[call.layer]
         return {
             "layer": call.layer,
             "head_ids": self.head_ids,
             "key": self.encoder.dither_key,
-            "witness": None if layer.k_witness is None else layer.k_witness[:, None],
+            "witness": self.pages[call.layer].witness,
             "sm_scale": call.spec.sm_scale,
             "window_left": call.spec.window_left,
             "logits_soft_cap": call.spec.logits_soft_cap,
@@ -170,28 +174,23 @@ class PackedKernels:
 
     def append(self, call: AttentionCall, slots: Tensor) -> None:
         """The call's tokens as codes, scales, witness and outliers into `slots` [N]; negative: nowhere. Device only."""
-        layer = self.cache[call.layer]
+        pages = self.pages[call.layer]
         append_int8(
             call.exact_k.contiguous(),
             call.exact_v.contiguous(),
-            paged(layer),
-            layer.k_scale[:, None],
-            layer.v_scale[:, None],
+            *pages.arguments,
             self.pass_bits,
             layer=call.layer,
             head_ids=self.head_ids,
             dither_key=self.encoder.dither_key,
             slot_mapping=slots.to(torch.int64),
-            witness=None if layer.k_witness is None else layer.k_witness[:, None],
+            witness=pages.witness,
             bypass=self.bypassed.get(call.layer),
         )
 
     @staticmethod
     def _as_kernels_attend(call: AttentionCall) -> AttentionCall:
-        sinks = None if call.spec.sinks is None else call.spec.sinks.float()
-        return replace(
-            call, spec=replace(call.spec, sinks=sinks, arithmetic=own_arithmetic(call.q.dtype, call.q.device))
-        )
+        return replace(call, spec=as_kernels_attend(call.spec, call.q.dtype, call.q.device))
 
     def _grouped(self, now: Pass, requests: Iterable[int]) -> list[Group]:
         """Single stored tokens together, chunks of stored tokens one by one, exact chunks together; wave by wave."""
@@ -224,6 +223,7 @@ class PackedKernels:
         return Group(
             requests=requests,
             stored=stored,
+            whole=len(requests) == len(plan.requests),
             tokens=tokens.to(device),
             lengths=lengths,
             indptr=torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32),
@@ -252,9 +252,13 @@ class PackedKernels:
         if found is not None:
             delta = torch.zeros(len(group.tokens), dtype=torch.float32, device=call.q.device)
             delta[group.local] = group.deltas
-        q = call.q[group.tokens].contiguous()
-        made, acc = self._attended(call, q, group.table, group.max_kv_len, group.lengths[0], delta)
-        out[group.tokens] = made
+        # Where they are all tokens of the pass, as of most passes, nothing is copied.
+        alone = group.whole and len(group.tokens) == len(call.q) and out.is_contiguous()
+        q = call.q if alone else call.q[group.tokens]
+        to = out if alone else None
+        made, acc = self._attended(call, q.contiguous(), group.table, group.max_kv_len, group.lengths[0], delta, to)
+        if not alone:
+            out[group.tokens] = made
         if found is None:
             return
         found.law[group.numbers] = acc[group.local]
@@ -265,31 +269,36 @@ class PackedKernels:
             return
         # The metered rows once more, each as a request of its own.
         nothing = torch.zeros(len(group.rows), dtype=torch.float32, device=q.device)
-        _, acc = self._attended(call, q[group.local], group.row_table, group.max_kv_len, 1, nothing)
+        _, acc = self._attended(call, q[group.local].contiguous(), group.row_table, group.max_kv_len, 1, nothing)
         found.deterministic[group.numbers] = acc
 
     def _attended(
-        self, call: AttentionCall, q: Tensor, table: PageTable, max_kv_len: int, q_len: int, delta: Tensor | None
+        self,
+        call: AttentionCall,
+        q: Tensor,
+        table: PageTable,
+        max_kv_len: int,
+        q_len: int,
+        delta: Tensor | None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Outputs [T, H, Dv] of the decode kernel and accumulators [T, H, 16]; without delta [T] nothing is metered."""
-        layer = self.cache[call.layer]
-        out, _, acc = decode_int8(
+        """Outputs [T, H, Dv] of the decode kernel, into `out` where it is given, and accumulators [T, H, 16]; without
+        delta [T] nothing is metered."""
+        made, _, acc = decode_int8(
             q,
-            paged(layer),
-            layer.k_scale[:, None],
-            layer.v_scale[:, None],
+            *self.pages[call.layer].arguments,
             table,
             self.pass_bits,
             max_kv_len=max_kv_len,
             q_len=q_len,
             meter=delta is not None,
             delta_loc=delta,
+            out=out,
             **self.options(call),
         )
-        return out, acc
+        return made, acc
 
     def _extend(self, call: AttentionCall, group: Group, out: Tensor, found: Accumulated | None) -> None:
-        layer = self.cache[call.layer]
         rows, deltas = group.local.to(torch.int32), group.deltas
         both = found is not None and found.deterministic is not None
         if both:  # a row named twice is measured twice: under the law, and with nothing to spend
@@ -298,9 +307,7 @@ class PackedKernels:
             call.q[group.tokens].contiguous(),
             call.exact_k[group.tokens].to(call.q.dtype),
             call.exact_v[group.tokens].to(call.q.dtype),
-            paged(layer),
-            layer.k_scale[:, None],
-            layer.v_scale[:, None],
+            *self.pages[call.layer].arguments,
             group.indptr,
             group.table,
             self.pass_bits,
@@ -379,6 +386,18 @@ class PackedKernels:
         return format_error
 
 
+def as_kernels_attend(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> AttentionSpec:
+    """How a layer attends with these kernels, for queries of `dtype`."""
+    if spec.sinks is not None:  # parameters of the model, which a server may be given anew
+        return replace(spec, sinks=spec.sinks.float(), arithmetic=own_arithmetic(dtype, device))
+    return _without_sinks(spec, dtype, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_sinks(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> AttentionSpec:
+    return replace(spec, arithmetic=own_arithmetic(dtype, device))
+
+
 def packed_dot_error(layer: PackedLayer, q: Tensor, slots: Tensor, sm_scale: float, digits: bool) -> Tensor:
     """``[H, S]``: how far the kernels' product of q [H, D] with codes is from that with what the codes stand for.
 
@@ -422,8 +441,3 @@ def waves(plan: RowPlan, stored: Sequence[bool]) -> list[list[int]]:
             "WITCERT_POLICY to serve without a meter"
         )
     return [[i for i in range(count) if wave[i] == number] for number in range(max(wave) + 1)]
-
-
-def paged(layer: PackedLayer) -> tuple[Tensor, Tensor]:
-    """The codes as pages of one token, [SLOTS, 1, Hkv, D]."""
-    return layer.k[:, None], layer.v[:, None]
