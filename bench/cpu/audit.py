@@ -20,6 +20,7 @@ from witcert_core.kernels.append import append_int8
 from witcert_core.kernels.certify import certify
 from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.decode.reference import dequantize
+from witcert_core.kernels.extend import extend_int8
 from witcert_core.kernels.host.pages import PageTable
 from witcert_core.kernels.witness import record_witness
 from witcert_core.meter.bounds import meter
@@ -173,8 +174,62 @@ def audit_call(seed: int) -> Audit:
     options: dict[str, Any] = {"window_left": window, "logits_soft_cap": cap, "sinks": sinks, "backend": "cpu"}
     k, v = exact_k.double(), exact_v.double()
     requests = Requests(k, k, v, k, v, window, cap, sinks)
-    call = _packed if seed % 2 else _pool
+    call = (_pool, _packed, _pool, _chunk)[seed % 4]
     return call(seed, g, requests, (exact_k, exact_v), table, slots, heads, options)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed cache as kernels take it, and what it stands for: k, v float64 ``[B, S, Hkv, D]``."""
+
+    tensors: tuple[tuple[Tensor, Tensor], Tensor, Tensor]
+    pass_ids: Tensor
+    common: dict[str, Any]
+    k: Tensor
+    v: Tensor
+
+
+def _filled(g: torch.Generator, exact: tuple[Tensor, Tensor], slots: Tensor, pages: int) -> Packed:
+    """Keys and values ``[B, S, Hkv, D]`` in the slots ``[B, S]``, some with a witness of K."""
+    batch, length, kv_heads, dim = exact[0].shape
+    shape = (pages, PAGE, kv_heads)
+    codes = [torch.zeros(*shape, dim, dtype=torch.int8) for _ in range(2)]
+    scales = [torch.full((*shape, num_groups(dim)), float("nan"), dtype=torch.float16) for _ in range(2)]
+    witness = torch.full((*shape, num_groups(dim)), 255, dtype=torch.uint8) if number(g, (False, True)) else None
+    pass_ids = torch.zeros(shape[0] * PAGE, dtype=torch.int32)
+    # A prompt of one pass, then tokens one by one.
+    own = torch.randint(1, 2**31 - 2, (batch, length), generator=g, dtype=torch.int32)
+    pass_ids[slots] = torch.where(torch.arange(length) < length * 2 // 3, own[:, :1], own)
+    head_ids = torch.arange(kv_heads, dtype=torch.int32) + 3
+    common: dict[str, Any] = {"layer": LAYER, "head_ids": head_ids, "witness": witness, "backend": "cpu"}
+    tensors = (codes[0], codes[1]), scales[0], scales[1]
+    append_int8(
+        exact[0].flatten(0, 1),
+        exact[1].flatten(0, 1),
+        *tensors,
+        pass_ids,
+        dither_key=KEY,
+        slot_mapping=slots.flatten(),
+        **common,
+    )
+    place = slots // PAGE, slots % PAGE
+    ids = (pass_ids[slots].to(torch.int64) & 0xFFFFFFFF).flatten()
+    u = dither_vectors(KEY, ids, LAYER, head_ids.tolist(), dim).view(batch, length, kv_heads, dim)
+    stored_k = dequantize(codes[0][place], scales[0][place], u)
+    stored_v = dequantize(codes[1][place], scales[1][place])
+    return Packed(tensors, pass_ids, common, stored_k, stored_v)
+
+
+def _asked(g: torch.Generator, packed: Packed, exact_k: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Queries ``[B, Hq, D]`` that do not know the dither, and ``[B]`` to spend on its law; or that do, and nothing."""
+    batch, length, kv_heads, dim = exact_k.shape
+    likely = number(g, (False, True))
+    token = torch.randint(max(length, 1), (1,), generator=g)
+    along = torch.zeros(batch, kv_heads, dim)
+    if length and not likely:
+        along = (packed.k - exact_k.double())[:, token[0]]
+    q = hostile_queries(batch, heads, dim, g, along).to(exact_k.dtype)
+    return q, torch.full((batch,), DELTA if likely else 0.0)
 
 
 def _packed(
@@ -188,54 +243,66 @@ def _packed(
     options: dict[str, Any],
 ) -> Audit:
     """Append and decode; the deterministic tier, or queries that do not know the dither and the other one."""
-    batch, length, kv_heads, dim = exact[0].shape
-    shape = (int(table.indptr[-1]), PAGE, kv_heads)
-    codes = [torch.zeros(*shape, dim, dtype=torch.int8) for _ in range(2)]
-    scales = [torch.full((*shape, num_groups(dim)), float("nan"), dtype=torch.float16) for _ in range(2)]
-    witness = torch.full((*shape, num_groups(dim)), 255, dtype=torch.uint8) if number(g, (False, True)) else None
-    pass_ids = torch.zeros(shape[0] * PAGE, dtype=torch.int32)
-    # A prompt of one pass, then tokens one by one.
-    own = torch.randint(1, 2**31 - 2, (batch, length), generator=g, dtype=torch.int32)
-    pass_ids[slots] = torch.where(torch.arange(length) < length * 2 // 3, own[:, :1], own)
-    head_ids = torch.arange(kv_heads, dtype=torch.int32) + 3
-    common: dict[str, Any] = {"layer": LAYER, "head_ids": head_ids, "witness": witness, "backend": "cpu"}
-    append_int8(
-        exact[0].flatten(0, 1),
-        exact[1].flatten(0, 1),
-        (codes[0], codes[1]),
-        scales[0],
-        scales[1],
-        pass_ids,
-        dither_key=KEY,
-        slot_mapping=slots.flatten(),
-        **common,
-    )
-
-    place = slots // PAGE, slots % PAGE
-    ids = (pass_ids[slots].to(torch.int64) & 0xFFFFFFFF).flatten()
-    u = dither_vectors(KEY, ids, LAYER, head_ids.tolist(), dim).view(batch, length, kv_heads, dim)
-    stored_k = dequantize(codes[0][place], scales[0][place], u)
-    stored_v = dequantize(codes[1][place], scales[1][place])
-    likely = number(g, (False, True))
-    token = torch.randint(length, (1,), generator=g)
-    along = torch.zeros(batch, kv_heads, dim) if likely else (stored_k - exact[0].double())[:, token[0]]
-    q = hostile_queries(batch, heads, dim, g, along).to(exact[0].dtype)
-    delta = torch.full((batch,), DELTA if likely else 0.0)
+    packed = _filled(g, exact, slots, int(table.indptr[-1]))
+    q, delta = _asked(g, packed, exact[0], heads)
     _, _, acc = decode_int8(
         q,
-        (codes[0], codes[1]),
-        scales[0],
-        scales[1],
+        *packed.tensors,
         table,
-        pass_ids,
+        packed.pass_ids,
         key=KEY,
-        max_kv_len=length,
+        max_kv_len=slots.shape[1],
         delta_loc=delta,
-        **{**common, **options},
+        **{**packed.common, **options},
     )
     tv = meter(acc)[0]
-    requests = replace(requests, q=q.double(), stored_k=stored_k, stored_v=stored_v)
+    requests = replace(requests, q=q.double(), stored_k=packed.k, stored_v=packed.v)
     return requests.compare(tv, acc, tv, seed)
+
+
+def _chunk(
+    seed: int,
+    g: torch.Generator,
+    requests: Requests,
+    exact: tuple[Tensor, Tensor],
+    table: PageTable,
+    slots: Tensor,
+    heads: int,
+    options: dict[str, Any],
+) -> Audit:
+    """Extend a packed prefix, of any length, by a chunk that is exact; its last row."""
+    batch, length, _, dim = exact[0].shape
+    new = min(number(g, (1, 2, 17, 70)), length)
+    prefix = length - new
+    pages = -(-prefix // PAGE)
+    of_prefix = PageTable(
+        torch.arange(batch + 1, dtype=torch.int32) * pages,
+        table.indices.view(batch, -1)[:, :pages].flatten().contiguous(),
+        torch.full((batch,), prefix - PAGE * max(pages - 1, 0), dtype=torch.int32),
+    )
+    old = exact[0][:, :prefix], exact[1][:, :prefix]
+    packed = _filled(g, old, slots[:, :prefix], int(table.indptr[-1]))
+    mine, delta = _asked(g, packed, old[0], heads)
+    q = torch.randn(batch, new, heads, dim, generator=g).to(mine.dtype)
+    q[:, -1] = mine
+    _, _, acc = extend_int8(
+        q.flatten(0, 1),
+        exact[0][:, prefix:].flatten(0, 1),
+        exact[1][:, prefix:].flatten(0, 1),
+        *packed.tensors,
+        torch.arange(batch + 1, dtype=torch.int32) * new,
+        of_prefix,
+        packed.pass_ids,
+        key=KEY,
+        max_q_len=new,
+        max_kv_len=max(prefix, 1),
+        meter_rows=torch.arange(1, batch + 1, dtype=torch.int32) * new - 1,
+        delta_loc=delta,
+        **{**packed.common, **options},
+    )
+    tv = meter(acc)[0]
+    k, v = (torch.cat((x, y[:, prefix:].double()), 1) for x, y in zip((packed.k, packed.v), exact, strict=True))
+    return replace(requests, q=mine.double(), stored_k=k, stored_v=v).compare(tv, acc, tv, seed)
 
 
 def _pool(
