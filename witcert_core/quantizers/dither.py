@@ -41,11 +41,10 @@ _NORM_UP = 1.0 + 2.0**-40
 def _mul_hi_lo(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of ``a * multiplier``, both uint32 values held in int64.
 
-    ``a`` is split at 16 bits because the full product does not fit a signed 64-bit integer.
+    The product needs 64 bits without a sign; int64 wraps around, and its bits are those.
     """
-    low_part = (a & 0xFFFF) * multiplier
-    high_part = (a >> 16) * multiplier + (low_part >> 16)
-    return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)
+    product = a * multiplier
+    return (product >> 32) & _WORD, product & _WORD
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
