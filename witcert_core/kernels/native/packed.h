@@ -233,9 +233,9 @@ struct PackedTile : Measured {
     sort_out_values();
     for (int g = 0; g < a.groups(); g++)
       for (int i = 0; i < TILE; i += LANES) store(&k_square[g][i], load(&k_scale[g][i]) * load(&k_scale[g][i]));
-    for (int i = 0; i < TILE; i++) {
-      for (int g = 0; a.witness && g < a.groups(); g++)
-        residual[g][i] = k_scale[g][i] * (float)a.witness[line[i] * a.groups() + g];
+    for (int i = 0; a.witness && i < TILE; i++)
+      for (int g = 0; g < a.groups(); g++) residual[g][i] = k_scale[g][i] * (float)a.witness[line[i] * a.groups() + g];
+    for (int i = 0; a.bypassed && i < TILE; i++) {
       float beside = 0.0f;
       for (int64_t c = 0; c < a.bypassed; c++) {
         const float x = number(a.bypass, line[i] * a.bypassed + c, a.dtype);
