@@ -96,7 +96,8 @@ struct ExactTile : Measured {
   }
 
   // Times a token's key_length at least sum_c |q_c| |k_c|, by Cauchy-Schwarz: in units of the tile's largest keys no
-  // channel stands out, as outlier channels do from others, which small queries meet.
+  // channel stands out, as outlier channels do from others, which small queries meet. What it says depends on the
+  // tokens that are read beside one, so bounds may differ with the rows that share a tile; weights and outputs do not.
   float length_of(const float* q) const {
     vf square = splat(0.0f);
     for (int64_t c = 0; c < head_dim; c += LANES) {
