@@ -16,7 +16,7 @@ from witcert_core.meter.tv import total_variation
 from witcert_core.policy.model import parse_policy
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.serving.calls import AttentionCall
-from witcert_core.serving.device.packed import waves
+from witcert_core.serving.device.waves import waves
 from witcert_core.serving.geometry import Geometry
 from witcert_core.serving.passes import RequestPass, RowPlan
 from witcert_core.serving.runtime import Runtime

@@ -35,6 +35,7 @@ def append_int8(
     slot_mapping: Tensor,
     witness: Tensor | None = None,
     bypass: BypassedKeys | None = None,
+    checked: PackedCache | None = None,
     backend: str = "auto",
 ) -> None:
     """Quantize and store ``T`` tokens of one layer.
@@ -52,11 +53,15 @@ def append_int8(
         bypass: K channels kept in 16 bit: left out of ``amax``, code 0, copied to ``bypass.k``, which has key's dtype.
         layer, head_ids, dither_key: as in decoding.
         slot_mapping: int64 ``[T]``; a negative slot is padding and skipped.
+        checked: the cache of these arguments, checked before for this dtype, which small calls would wait for again.
 
     Raises:
         InputError: shapes or dtypes that do not fit.
     """
-    cache = PackedCache.checked(paged_kv_cache, k_scales, v_scales, pass_ids, head_ids, witness, bypass, key.dtype)
+    if checked is None:
+        given = (paged_kv_cache, k_scales, v_scales, pass_ids, head_ids, witness, bypass)
+        checked = PackedCache.checked(*given, key.dtype)
+    cache = checked
     heads, head_dim = cache.k.shape[2:]
     if key.dim() != 3 or key.shape[1:] != (heads, head_dim) or value.shape != (*key.shape[:2], cache.v.shape[3]):
         raise InputError(

@@ -51,6 +51,7 @@ def decode_int8(
     lse: Tensor | None = None,
     acc: Tensor | None = None,
     workspace: Workspace | None = None,
+    checked: PackedCache | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend, and measure.
@@ -79,6 +80,7 @@ def decode_int8(
             nothing is done there.
         counters: int64 ``[layers]``; entry ``layer`` grows by the number of cells measured.
         out, lse, acc, workspace: preallocated results and scratch.
+        checked: the cache of these arguments, checked before for this dtype, which small calls would wait for again.
 
     Returns:
         ``out [R, Hq, Dv]`` in q's dtype; ``lse [R, Hq]`` fp32, **base 2**, sink included; ``acc [R, Hq, 16]``
@@ -88,7 +90,10 @@ def decode_int8(
         InputError: shapes, strides or dtypes that do not fit together, or a workspace too small.
         UnsupportedError: a device or a dtype that the backend cannot compute with.
     """
-    cache = PackedCache.checked(paged_kv_cache, k_scales, v_scales, pass_ids, head_ids, witness, bypass, q.dtype)
+    if checked is None:
+        given = (paged_kv_cache, k_scales, v_scales, pass_ids, head_ids, witness, bypass)
+        checked = PackedCache.checked(*given, q.dtype)
+    cache = checked
     if q_len < 1:
         raise InputError(f"q_len is {q_len}; it must be at least 1")
     kv_heads, head_dim = cache.k.shape[2:]

@@ -45,6 +45,7 @@ def extend_int8(
     logits_soft_cap: float = 0.0,
     sinks: Tensor | None = None,
     bypass: BypassedKeys | None = None,
+    checked: PackedCache | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend a chunk, and measure the rows asked for.
@@ -67,7 +68,10 @@ def extend_int8(
     Returns:
         ``out [T, Hq, Dv]`` in q's dtype, ``lse [T, Hq]`` fp32 base 2, ``acc [R, Hq, 16]`` fp32.
     """
-    cache = PackedCache.checked(paged_kv_cache, k_scales, v_scales, pass_ids, head_ids, witness, bypass, q.dtype)
+    if checked is None:
+        given = (paged_kv_cache, k_scales, v_scales, pass_ids, head_ids, witness, bypass)
+        checked = PackedCache.checked(*given, q.dtype)
+    cache = checked
     chunk = Chunk(q, k_new, v_new, qo_indptr, table, max_q_len, max_kv_len)
     _check(chunk, cache)
     if meter_rows is None:

@@ -5,7 +5,8 @@ Shapes: P pages of ``page_size`` slots, Hkv KV heads, D and Dv channels in Gr = 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class PackedCache:
         head_ids: int32 ``[Hkv]``.
         witness: uint8 ``[P, page_size, Hkv, Gr]``.
         bypass: K channels kept in 16 bit.
+        laid_out: what a backend made of all this, by what else it took.
     """
 
     k: Tensor
@@ -40,6 +42,7 @@ class PackedCache:
     head_ids: Tensor
     witness: Tensor | None
     bypass: BypassedKeys | None
+    laid_out: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def checked(

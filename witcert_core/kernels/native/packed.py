@@ -26,7 +26,14 @@ class Cache(ctypes.Structure):
 
     @classmethod
     def of(cls, cache: PackedCache, dither: DitherOf, dtype: torch.dtype) -> Cache:
-        """For keys or queries of ``dtype``."""
+        """For keys or queries of ``dtype``; made once."""
+        found = cache.laid_out.get((dither, dtype))
+        if found is None:
+            found = cache.laid_out[dither, dtype] = cls._of(cache, dither, dtype)
+        return found
+
+    @classmethod
+    def _of(cls, cache: PackedCache, dither: DitherOf, dtype: torch.dtype) -> Cache:
         k, v, bypass = cache.k, cache.v, cache.bypass
         tensors = {"k": k, "v": v, "k_scales": cache.k_scales, "v_scales": cache.v_scales, "witness": cache.witness}
         tensors |= {"pass_ids": cache.pass_ids, "head_ids": cache.head_ids}

@@ -24,6 +24,7 @@ from witcert_core.kernels.decode import decode_int8
 from witcert_core.kernels.decode.reference import lost_share
 from witcert_core.kernels.extend import extend_int8
 from witcert_core.kernels.host import slack
+from witcert_core.kernels.host.arguments import PackedCache
 from witcert_core.kernels.host.bypass import BypassedKeys
 from witcert_core.kernels.host.dispatch import own_arithmetic
 from witcert_core.kernels.host.pages import PageTable
@@ -34,10 +35,10 @@ from witcert_core.serving.calls import AttentionCall
 from witcert_core.serving.device.layer_pages import LayerPages
 from witcert_core.serving.device.rows import spend_down, token_pages, visible_tokens
 from witcert_core.serving.device.sums import DeviceSums, output_norm
+from witcert_core.serving.device.waves import waves
 from witcert_core.serving.encoder import Encoder
 from witcert_core.serving.forward import Pass
 from witcert_core.serving.geometry import Geometry
-from witcert_core.serving.passes import RowPlan
 from witcert_core.serving.storage.attended import Attended, RowTokens
 from witcert_core.serving.storage.gathered import gather
 
@@ -98,6 +99,7 @@ class PackedKernels:
         self.pass_bits = encoder.pass_ids.to(torch.int32)
         self.bypassed = self._bypassed(cache.layers)
         self.pages = {number: LayerPages.of(layer) for number, layer in cache.layers.items()}
+        self._checked: dict[tuple[int, torch.dtype], PackedCache] = {}
         self._waves: list[list[int]] = []  # of this pass
         self._groups: dict[frozenset[int], list[Group]] = {}  # of this pass, by the requests that are served
         self._quantized: dict[int, tuple[list[int], Tensor]] = {}  # of this pass, by window
@@ -170,7 +172,17 @@ class PackedKernels:
             "logits_soft_cap": call.spec.logits_soft_cap,
             "sinks": call.spec.sinks,
             "bypass": self.bypassed.get(call.layer),
+            "checked": self._checked_for(call.layer, call.q.dtype),
         }
+
+    def _checked_for(self, layer: int, dtype: torch.dtype) -> PackedCache:
+        """A layer's cache as kernels have checked it for keys or queries of `dtype`."""
+        found = self._checked.get((layer, dtype))
+        if found is None:
+            pages, ids = self.pages[layer], self.head_ids
+            given = (*pages.arguments, self.pass_bits, ids, pages.witness, self.bypassed.get(layer))
+            found = self._checked[layer, dtype] = PackedCache.checked(*given, dtype)
+        return found
 
     def append(self, call: AttentionCall, slots: Tensor) -> None:
         """The call's tokens as codes, scales, witness and outliers into `slots` [N]; negative: nowhere. Device only."""
@@ -186,6 +198,7 @@ class PackedKernels:
             slot_mapping=slots.to(torch.int64),
             witness=pages.witness,
             bypass=self.bypassed.get(call.layer),
+            checked=self._checked_for(call.layer, call.exact_k.dtype),
         )
 
     @staticmethod
@@ -408,36 +421,3 @@ def packed_dot_error(layer: PackedLayer, q: Tensor, slots: Tensor, sm_scale: flo
     scales = layer.k_scale[slots]
     share = slack.int8_dot_error(scales.shape[-1]) + (lost_share(q) if digits else 0.0)
     return radius_dither(q, scales, sm_scale, 0.0, slots.numel()) * (2.0 * slack.MAX_CODE * share)
-
-
-def waves(plan: RowPlan, stored: Sequence[bool]) -> list[list[int]]:
-    """The requests of a pass, in the order in which they may attend: those of a wave read nothing that another one of
-    the same wave or a later one writes only after its attention (requests i with stored[i] false).
-
-    An engine may hand out a prefix in the very pass that computes it; its codes must be there before they are read.
-    """
-    count = len(plan.requests)
-    late = [i for i in range(count) if not stored[i] and plan.new_tokens[i]]
-    if not late or count < 2:
-        return [list(range(count))]
-    written = torch.cat([plan.requests[i][-plan.new_tokens[i] :] for i in late])
-    slots, order = written.sort()
-    sizes = torch.tensor([plan.new_tokens[i] for i in late])
-    writer = torch.tensor(late).repeat_interleave(sizes).to(order.device)[order]
-    prefixes = [seen[: seen.numel() - new] for seen, new in zip(plan.requests, plan.new_tokens, strict=True)]
-    lengths = torch.tensor([prefix.numel() for prefix in prefixes])
-    read = torch.cat(prefixes)
-    reader = torch.arange(count).repeat_interleave(lengths).to(read.device)
-    nearest = torch.searchsorted(slots, read).clamp(max=slots.numel() - 1)
-    found = slots[nearest] == read
-    awaits = torch.unique(torch.stack([reader[found], writer[nearest[found]]], 1), dim=0).tolist()
-    wave = [0] * count
-    for _ in range(count):
-        for mine, other in awaits:
-            wave[mine] = max(wave[mine], wave[other] + 1)
-    if max(wave) >= count:
-        raise UnsupportedError(
-            "two requests of a pass each read what the other one computes in it, so no order serves both; unset "
-            "WITCERT_POLICY to serve without a meter"
-        )
-    return [[i for i in range(count) if wave[i] == number] for number in range(max(wave) + 1)]
