@@ -36,7 +36,7 @@ from witcert_core.quantizers import REGISTRY
 from witcert_core.quantizers.layout import KVLayout
 from witcert_core.quantizers.rotary import RotarySpec
 from witcert_core.report.prometheus import Metrics
-from witcert_core.serving import http
+from witcert_core.serving import control, http
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -156,8 +156,10 @@ def test_there_are_paths_to_check() -> None:
 @pytest.mark.parametrize("name", TEXT)
 def test_every_route_named_is_served(name: str) -> None:
     routes = [code for code in in_code(name) if "/witcert/" in code and "witcert_sglang" not in code]
-    served = {http.STATUS_ROUTE, http.REQUEST_ROUTE}
-    assert {route.removeprefix("GET ").replace("{id}", "{request_id:path}") for route in routes} <= served
+    served = {http.STATUS_ROUTE, http.REQUEST_ROUTE, control.PROBES_ROUTE, control.PROBE_ROUTE}
+    named = {re.sub(r"^(GET|POST|DELETE) ", "", route) for route in routes}
+    named = {route.replace("requests/{id}", "requests/{request_id:path}") for route in named}
+    assert {route.replace("probes/{id}", "probes/{probe_id}") for route in named} <= served
 
 
 def test_every_test_cited_exists() -> None:

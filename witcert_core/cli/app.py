@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from witcert_core.cli import bounds, canary, capacity, doctor, eval, meter, policy, quantizers, report
+from witcert_core.cli import bounds, canary, capacity, doctor, eval, meter, policy, probe, quantizers, report
 from witcert_core.errors import WitCertError
 
 USER_ERROR = 2
@@ -42,6 +42,7 @@ app.command(name="quantizers")(quantizers.show)
 app.command()(doctor.doctor)
 app.command(name="capacity")(capacity.show)
 app.command(name="meter")(meter.show)
+app.command(name="probe")(probe.ask)
 app.command(name="canary")(canary.show)
 app.command(name="report")(report.show)
 

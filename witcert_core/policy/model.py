@@ -207,6 +207,7 @@ class ReportSettings(_Section):
     cells: Literal["none", "worst", "all"] = "none"
     prometheus: bool = True
     per_request: bool = True
+    control: bool = False
 
 
 class Policy(_Section):

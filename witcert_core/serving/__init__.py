@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from witcert_core.kernels.host.dispatch import prepare_kernels as prepare_kernels
     from witcert_core.meter.audit import output_excess as output_excess
     from witcert_core.meter.kernel_error import KernelArithmetic as KernelArithmetic
+    from witcert_core.probes.watches import Command as Command
     from witcert_core.quantizers.layout import KVLayout as KVLayout
     from witcert_core.report.claims import ADAPTIVE_DRAFTS as ADAPTIVE_DRAFTS
     from witcert_core.report.claims import AFTER_ITS_ANSWER as AFTER_ITS_ANSWER
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from witcert_core.serving.contract import Members as Members
     from witcert_core.serving.contract import Signature as Signature
     from witcert_core.serving.contract import broken as broken
+    from witcert_core.serving.control import Probes as Probes
+    from witcert_core.serving.control import add_probe_routes as add_probe_routes
     from witcert_core.serving.device.graphs import CapturedDecode as CapturedDecode
     from witcert_core.serving.doctor import Finding as Finding
     from witcert_core.serving.doctor import checked as checked
@@ -103,6 +106,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "witcert_core.kernels.host.dispatch": ("interpreting", "prepare_kernels"),
     "witcert_core.meter.audit": ("output_excess",),
     "witcert_core.meter.kernel_error": ("KernelArithmetic",),
+    "witcert_core.probes.watches": ("Command",),
     "witcert_core.quantizers.layout": ("KVLayout",),
     "witcert_core.report.claims": ("ADAPTIVE_DRAFTS", "AFTER_ITS_ANSWER"),
     "witcert_core.report.counts": ("Observed",),
@@ -114,6 +118,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "witcert_core.serving.build": ("Buffers",),
     "witcert_core.serving.calls": ("AttentionCall",),
     "witcert_core.serving.contract": ("Members", "Signature", "broken"),
+    "witcert_core.serving.control": ("Probes", "add_probe_routes"),
     "witcert_core.serving.device.graphs": ("CapturedDecode",),
     "witcert_core.serving.doctor": (
         "Finding",

@@ -176,6 +176,14 @@ CONTRACT: tuple[Signature | Members, ...] = (
         f"{_SRT}.managers.schedule_batch.Req",
         ("rid", "finished", "finished_reason", "to_finish", "is_retracted", "is_prefill_only"),
     ),
+    Members(f"{_SRT}.managers.schedule_batch.Req", ("origin_input_ids", "priority", "lora_id")),
+    Members(f"{_SRT}.lora.lora_manager.LoRAManager", ("lora_refs",)),
+    Members(f"{_SRT}.managers.io_struct.DumperControlReqInput", ("method", "body")),
+    Members(f"{_SRT}.managers.io_struct.DumperControlReqOutput", ("success", "response")),
+    Signature(f"{_SRT}.managers.tokenizer_manager.TokenizerManager.dumper_control", ("self", "obj")),
+    Signature(f"{_SRT}.managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop", ("self",)),
+    Signature(f"{_SRT}.entrypoints.http_server.get_global_state", ()),
+    Members(f"{_SRT}.managers.scheduler_components.ipc_channels.SchedulerIpcChannels", ("send_to_tokenizer",)),
     Signature(
         f"{_SRT}.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
         ".build_additional_customized_info",

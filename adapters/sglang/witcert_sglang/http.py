@@ -1,4 +1,4 @@
-"""What HTTP clients get: two routes of ours, and summaries on SGLang's answers where each has room for one.
+"""What HTTP clients get: routes of ours, and summaries on SGLang's answers where each has room for one.
 
 All routes take their text from the tokenizer manager, whose `meta_info` carries the summary of a finished request;
 `/generate`, `/vertex_generate` and gRPC hand it on as it is. The others make answers of their own: OpenAI's,
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from witcert_core import Policy
-from witcert_core.serving import META_KEY, Answer, SummaryStore, http
+from witcert_core.serving import META_KEY, Answer, Command, Probes, SummaryStore, add_probe_routes, http
 from witcert_sglang.hooks import Hook
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -22,6 +22,10 @@ _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _COMPLETION = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
 _MESSAGES = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
 _OLLAMA = "sglang.srt.entrypoints.ollama.serving.OllamaServing"
+
+
+FACTS = ("lora", "prompt", "priority")
+"""What `SchedulerProcess` says of a request to probes."""
 
 
 class MainState:
@@ -41,11 +45,11 @@ class MainState:
 STATE = MainState()
 
 
-def add_routes() -> None:
-    """Add `/witcert/status` and `/witcert/requests/{id}` to SGLang's application.
+def add_routes(policy: Policy) -> None:
+    """Add `/witcert/status`, `/witcert/requests/{id}` and `/witcert/probes` to SGLang's application.
 
     What guards its other routes (`--api-key`) guards these as well: whoever may ask for an answer may ask for its
-    summary.
+    summary. Probes are as its administrative routes are (`--admin-api-key`).
     """
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -54,6 +58,24 @@ def add_routes() -> None:
         return STATE.status or {}
 
     http.add_routes(app, STATE.summaries, status, mark=auth_level(AuthLevel.NORMAL))
+    probes = Probes(tell_scheduler, FACTS, policy.report.control)
+    add_probe_routes(app, probes, mark=auth_level(AuthLevel.ADMIN_OPTIONAL))
+
+
+async def tell_scheduler(command: Command | None) -> list[dict[str, Any]]:
+    """Take a command to all scheduler processes; the answers of all probes then.
+
+    It goes the way of SGLang's control requests, which every rank gets in the same round of its loop. One of them
+    carries what its receiver understands: `DumperControlReqInput`, under a method that is not the dumper's.
+    """
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.io_struct import DumperControlReqInput
+
+    manager = get_global_state().tokenizer_manager
+    manager.auto_create_handle_loop()  # which the first request does, if none came before
+    (reply,) = await manager.dumper_control(DumperControlReqInput(method=META_KEY, body=dict(command or {})))
+    found: list[dict[str, Any]] = reply.response
+    return found
 
 
 def hooks(policy: Policy) -> list[Hook]:

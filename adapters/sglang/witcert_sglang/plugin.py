@@ -21,6 +21,7 @@ _CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurato
 _WINDOW_SIZES = "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator.__init__"
 _CONFIGURE_DTYPE = "sglang.srt.mem_cache.kv_cache_dtype.configure_kv_cache_dtype"
 _BUILD_METHOD = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_quant_method"
+_CONTROL = f"{_SCHEDULER}.handle_dumper_control"
 _BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init"
 _FUSED_WRITE = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
 _LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
@@ -61,6 +62,8 @@ def hooks(policy: Policy, scheduler: SchedulerProcess) -> list[Hook]:
         Hook(f"{_SCHEDULER}.get_output_streamer_class", "after", scheduler.after_streamer_class, "every", ("self",)),
         Hook(f"{_SCHEDULER}.get_init_info", "after", scheduler.after_init_info, "every", ("self",)),
         Hook(_ABORTED, "after", scheduler.after_abort_output, "every", ("self", "abort_req", "req")),
+        Hook(f"{_SCHEDULER}.run_batch", "before", scheduler.before_run_batch, "every", ("self", "batch")),
+        Hook(_CONTROL, "around", scheduler.around_control, "every", ("self", "recv_req")),
         Hook(_BEAMS, "around", no_beams, "every", ("self", "req", "recv_req")),
     ]
     if policy.quantizer.storage == "packed":

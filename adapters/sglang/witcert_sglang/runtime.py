@@ -58,6 +58,7 @@ class SglangRuntime(Runtime):
         self.pool = pool
         self.requests = requests
         self.graphs: DecodeGraphs | None = None
+        self.facts: dict[str, dict[str, str | int]] = {}  # of the requests of the next pass, where probes are enabled
         self.compared: list[str] = []  # passes of the attention backends that were compared with float64 at start
 
         read: SlotPool | Buffers = SlotPool(pool)
@@ -92,6 +93,8 @@ class SglangRuntime(Runtime):
             generates = forward_batch.forward_mode.is_decode() or forward_batch.forward_mode.is_target_verify()
             reads_stored = generates or self.policy.prefill_reads == "stored"
             requests = requests_of(forward_batch, runner.req_to_token_pool.req_to_token, reads_stored)
+        if self.planner.watches:
+            requests = [replace(one, facts=self.facts.get(one.request_id, {})) for one in requests]
         self.begin_pass(requests, forward_batch.out_cache_loc)
         if replays and self.graphs is not None:
             self.graphs.begin()

@@ -66,7 +66,7 @@ class MainProcess:
     ) -> None:
         """Where a program calls `launch_server` itself, plugins are loaded after `_launch_subprocesses` began."""
         self.expect_meter(scheduler_infos)
-        http.add_routes()
+        http.add_routes(self.policy)
 
     def expect_meter(self, infos: Any) -> None:
         """The scheduler must have said that it is metered; a server that is not is stopped here."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from witcert_core import Policy
-from witcert_core.serving import Metrics, banner_text, refuse, refuse_on_error, rotary_tables
+from witcert_core.serving import META_KEY, Metrics, banner_text, refuse, refuse_on_error, rotary_tables
 from witcert_sglang import windows
 from witcert_sglang.geometry import attention_ranks, read_geometry, rotary_modules
 from witcert_sglang.memory import packed_bytes_per_token, side_bytes_per_token
@@ -145,6 +145,28 @@ class SchedulerProcess:
             print(banner_text(runtime, answers='meta_info["witcert"]', metrics=metrics), file=sys.stderr, flush=True)
         return {**result, "witcert": runtime.status()}
 
+    def before_run_batch(self, scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Say of the requests of the next pass what probes may ask for, where any are enabled."""
+        if self.runtime is not None and self.runtime.planner.watches:
+            adapters = getattr(scheduler.tp_worker.model_runner, "lora_manager", None)
+            self.runtime.facts = {req.rid: facts_of(req, adapters) for req in batch.reqs}
+
+    def around_control(
+        self, original: Callable[..., Any], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Commands about probes; the dumper's own go on to SGLang."""
+        if recv_req.method != META_KEY:
+            return original(scheduler, recv_req, *args, **kwargs)
+        from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+        runtime = self.live_runtime()
+        if recv_req.body and self.policy.report.control:
+            runtime.command(recv_req.body)
+        if runtime.ranks.reports:
+            reply = DumperControlReqOutput(success=True, response=runtime.ledger.probes.shown())
+            scheduler.ipc_channels.send_to_tokenizer.send_output(reply, recv_req)
+        return None
+
     def live_runtime(self) -> SglangRuntime:
         """The runtime, or SystemExit: without it the server would serve unmetered."""
         if self.runtime is None:
@@ -163,6 +185,18 @@ def exact_products() -> None:
     """
     if torch.get_float32_matmul_precision() != "highest":
         torch.set_float32_matmul_precision("highest")
+
+
+def facts_of(req: Any, adapters: Any) -> dict[str, str | int]:
+    """What SGLang knows of a request; adapters: its `LoRAManager`, if it has one."""
+    facts: dict[str, str | int] = {"prompt": len(req.origin_input_ids)}
+    if req.priority is not None:
+        facts["priority"] = req.priority
+    if req.lora_id is None:
+        facts["lora"] = ""
+    elif adapters is not None and req.lora_id in adapters.lora_refs:
+        facts["lora"] = adapters.lora_refs[req.lora_id].lora_name
+    return facts
 
 
 def no_beams(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> str:
