@@ -67,7 +67,7 @@ lean: $(ENVS)/core/.lean
 	$(CORE)/python lean/checker/check_proofs.py
 
 test-core: $(ENVS)/core/.lean browser
-	$(CORE)/python -m pytest tests/quantizers tests/meter tests/cache tests/policy tests/report tests/serving tests/cli tests/project tests/demo tests/lean
+	$(CORE)/python -m pytest tests/quantizers tests/meter tests/cache tests/policy tests/report tests/serving tests/cli tests/project tests/demo tests/lean tests/probes
 
 test-kernels: $(ENVS)/sglang/.ready
 	TRITON_INTERPRET=1 $(SGLANG)/python -m pytest tests/kernels --ignore tests/kernels/test_vllm_pages.py
