@@ -11,7 +11,9 @@ from starlette.testclient import TestClient
 from vllm.entrypoints.launchers import app as launcher
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from witcert_vllm import http
+from witcert_vllm import http, installation
+
+from witcert_core import Policy
 
 pytestmark = pytest.mark.vllm
 
@@ -21,13 +23,17 @@ class CountingEngine:
 
     calls = 0
 
-    async def collective_rpc(self, name: str) -> list[dict[str, Any]]:
+    async def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+        if name == "witcert_probes":
+            return []
         self.calls += 1
         return [{"asked": name}]
 
 
 @contextmanager
-def application(monkeypatch: pytest.MonkeyPatch, *options: str) -> Iterator[tuple[TestClient, CountingEngine]]:
+def application(
+    monkeypatch: pytest.MonkeyPatch, *options: str, control: bool = True
+) -> Iterator[tuple[TestClient, CountingEngine]]:
     """vLLM's application as `vllm serve` builds it, with our routes."""
     original, engine = launcher.init_entrypoints_middleware, CountingEngine()
     with monkeypatch.context() as patched:
@@ -36,6 +42,8 @@ def application(monkeypatch: pytest.MonkeyPatch, *options: str) -> Iterator[tupl
             "init_entrypoints_middleware",
             lambda *args, **kwargs: http.around_init_middleware(original, *args, **kwargs),
         )
+        policy = Policy(version=1, quantizer={"name": "none"}, report={"control": control})
+        patched.setattr(installation, "_current", policy)
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "m", *options])
         app = launcher.build_app(args, ("generate",), None)
         app.state.engine_client = engine
@@ -67,3 +75,18 @@ def test_the_status_is_asked_of_the_workers_once_a_second(monkeypatch: pytest.Mo
     with application(monkeypatch) as (client, engine):
         assert [client.get("/witcert/status").json() for _ in range(20)] == [{"asked": "witcert_status"}] * 20
         assert engine.calls < 20
+
+
+def test_probes_are_for_those_with_the_key_where_the_policy_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"json": {"probe": "count("}}
+    with application(monkeypatch, "--api-key", "one") as (client, _):
+        for method, path in (("GET", ""), ("POST", ""), ("GET", "/x"), ("DELETE", "/x")):
+            assert client.request(method, f"/witcert/probes{path}").status_code == 401
+        client.headers["Authorization"] = "Bearer one"
+        assert client.get("/witcert/probes").json() == []
+        refused = client.post("/witcert/probes", **asked)  # type: ignore[arg-type]
+        assert (refused.status_code, refused.json()["column"]) == (400, 7)
+        assert client.get("/witcert/probes/x").status_code == client.delete("/witcert/probes/x").status_code == 404
+    with application(monkeypatch, control=False) as (client, _):
+        assert client.get("/witcert/probes").status_code == 403
+        assert client.post("/witcert/probes", **asked).status_code == 403  # type: ignore[arg-type]

@@ -87,6 +87,12 @@ CONTRACT: tuple[Signature | Members, ...] = (
         f"{_V1}.core.sched.scheduler.Scheduler._update_request_with_output",
         ("self", "request", "new_token_ids", "is_stale"),
     ),
+    Members(f"{_V1}.engine.core.EngineCore", ("scheduler",)),
+    Members(f"{_V1}.worker.gpu_model_runner.GPUModelRunner", ("requests",)),
+    Members(f"{_V1}.worker.gpu_input_batch.CachedRequestState", ("num_prompt_tokens", "lora_request")),
+    Members(f"{_V1}.worker.gpu.model_runner.GPUModelRunner", ("req_states", "lora_state")),
+    Members(f"{_V1}.worker.gpu.states.RequestState", ("prompt_len", "req_id_to_index")),
+    Members(f"{_V1}.worker.gpu.lora_utils.LoraState", ("lora_requests",)),
     Members(f"{_V1}.core.sched.output.SchedulerOutput", ("scheduled_spec_decode_tokens",)),
     Members(f"{_V1}.worker.gpu.input_batch.InputBatch", ("req_ids", "num_draft_tokens_per_req")),
     Members(

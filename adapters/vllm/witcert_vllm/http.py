@@ -15,8 +15,11 @@ from weakref import WeakKeyDictionary
 
 from fastapi import Depends, HTTPException, Request
 
-from witcert_core.serving import META_KEY, Answer, Shared, SummaryStore, http
+from witcert_core.serving import META_KEY, Answer, Command, Probes, Shared, SummaryStore, add_probe_routes, http
+from witcert_vllm.installation import current
 
+FACTS = ("lora", "prompt")
+"""What `worker.facts_of` says of a request to probes; a worker does not know its priority."""
 _METADATA = "request_metadata"  # where vLLM's handlers leave it
 _ANSWER = "witcert_answer"
 _asking: ContextVar[MutableMapping[str, Any] | None] = ContextVar("witcert_asking", default=None)
@@ -113,7 +116,7 @@ def around_init_middleware(original: Callable[..., None], args: Any, app: Any, *
 
 
 def add_routes(app: Any) -> None:
-    """Add `/witcert/status` and `/witcert/requests/{id}`, behind the keys that `app` is guarded with; open without any.
+    """Add `/witcert/status`, `/witcert/requests/{id}` and `/witcert/probes`, behind the keys of `app`; open without.
 
     vLLM asks for its key (`--api-key`, `VLLM_API_KEY`) on paths that begin with prefixes of its own, so these ask for
     it themselves, with the same keys and the same comparison.
@@ -132,4 +135,10 @@ def add_routes(app: Any) -> None:
         found: dict[str, Any] = (await app.state.engine_client.collective_rpc("witcert_status"))[0]
         return found
 
-    http.add_routes(app, STATE.summaries, Shared(ask_workers).get, dependencies=[Depends(check_key)])
+    async def tell_engine(command: Command | None) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = await app.state.engine_client.collective_rpc("witcert_probes", args=(command,))
+        return found
+
+    guarded = [Depends(check_key)]
+    http.add_routes(app, STATE.summaries, Shared(ask_workers).get, dependencies=guarded)
+    add_probe_routes(app, Probes(tell_engine, FACTS, current().report.control), dependencies=guarded)

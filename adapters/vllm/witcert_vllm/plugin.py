@@ -1,7 +1,7 @@
 """Installs the meter in one vLLM process: every function wrapped, in one table, and the backends overridden.
 
 vLLM has official places for most of it (attention backends, worker class, scheduler class, KV connector). They are
-chosen in `VllmConfig`, so one wrapped function, the one that makes that config, turns everything on; three more serve
+chosen in `VllmConfig`, so one wrapped function, the one that makes that config, turns everything on; four more serve
 HTTP clients.
 """
 
@@ -12,6 +12,7 @@ from witcert_vllm.backend import take_over
 from witcert_vllm.hooks import Hook, apply
 from witcert_vllm.installation import read_policy
 from witcert_vllm.refusals.server import BACKENDS
+from witcert_vllm.scheduler import around_collective_rpc
 from witcert_vllm.startup import around_create_engine_config
 
 
@@ -22,6 +23,11 @@ def hooks() -> list[Hook]:
             "vllm.engine.arg_utils.EngineArgs.create_engine_config",
             around_create_engine_config,
             ("self", "usage_context"),
+        ),
+        Hook(
+            "vllm.v1.engine.core.EngineCore.collective_rpc",
+            around_collective_rpc,
+            ("self", "method", "timeout", "args", "kwargs"),
         ),
         Hook(
             "vllm.entrypoints.launchers.app.init_entrypoints_middleware",

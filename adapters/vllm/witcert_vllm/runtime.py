@@ -19,9 +19,11 @@ class VllmRuntime(Runtime):
     """The meter of one worker process; its ledger is the scheduler's (`connector.py`).
 
     tables: by cache group of the core, the number of vLLM's, which has a block table and may have layers of several
-    shapes. block_sizes: by vLLM's. written: by vLLM's, the slots [N] of the pass's new tokens.
+    shapes. block_sizes: by vLLM's. written: by vLLM's, the slots [N] of the pass's new tokens. facts_of: what is
+    known of a request of the pass, for probes.
     """
 
+    facts_of: Callable[[str], dict[str, str | int]]
     layer_ids: dict[str, int]
     tables: list[int]
     block_sizes: list[int]
@@ -88,6 +90,7 @@ class VllmRuntime(Runtime):
                 stored[i],
                 not_followed="" if i < followed else DECOMPRESSED,
                 drafts=drafts[i],
+                facts=self.facts_of(rid) if self.planner.watches else {},
             )
             for i, rid in enumerate(request_ids)
         ]

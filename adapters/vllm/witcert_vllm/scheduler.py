@@ -5,6 +5,7 @@ vLLM tells connectors about a pass after its finished requests are gone, so the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -16,6 +17,9 @@ from vllm.v1.request import RequestStatus
 from witcert_core.errors import UnsupportedError
 from witcert_core.serving import AFTER_ITS_ANSWER, META_KEY, StepCells
 from witcert_vllm.connector import StepMetadata, WitCertConnector
+
+PROBES = "witcert_probes"
+"""What the API server calls `collective_rpc` with."""
 
 
 class MeteredSchedule(SchedulerInterface):
@@ -59,6 +63,22 @@ class MeteredSchedule(SchedulerInterface):
         if step is not None and index is not None:  # before a request that has ended is let go of
             own(self.connector).commit(step, [index], {index: len(kept) - 1})
         return kept, stopped
+
+
+def around_collective_rpc(
+    original: Callable[..., list[Any]], core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+) -> list[Any]:
+    """Take a command about probes, or none, to the workers, and answer for all probes from the ledger, which is here.
+
+    vLLM's engine core calls its workers between two passes, and all get their calls in one order.
+    """
+    if method != PROBES:
+        return original(core, method, timeout, args, kwargs)
+    connector, (command,) = own(core.scheduler.connector), args
+    if command is not None and connector.policy.report.control:
+        original(core, "witcert_command", timeout, (command,), None)
+        connector.ledger.probes.command(command)
+    return connector.ledger.probes.shown()
 
 
 def is_committed(request: Any) -> bool:

@@ -16,7 +16,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 import witcert_core
 from witcert_core import Policy
 from witcert_core.errors import UnsupportedError, WitCertError
-from witcert_core.serving import Buffers, banner_text, capacity, in_one_line, refuse, rotary_tables
+from witcert_core.serving import Buffers, Command, banner_text, capacity, in_one_line, refuse, rotary_tables
 from witcert_vllm import process
 from witcert_vllm.backend import described, is_stock, take_over
 from witcert_vllm.drafts import check_own_layers, own_layers, without_law
@@ -95,6 +95,7 @@ class MeteredWorker(WorkerBase):
         super().initialize_from_config(kv_cache_config)
         groups = attention_groups(kv_cache_config, self.vllm_config).values()
         runtime = build_runtime(current(), self.vllm_config, self.model_runner.get_model(), groups)
+        runtime.facts_of = functools.partial(facts_of, self.model_runner)
         process.set_runtime(runtime)
         if runtime.ranks.reports:
             print(
@@ -111,6 +112,10 @@ class MeteredWorker(WorkerBase):
     def witcert_status(self) -> dict[str, Any]:
         """Called through `collective_rpc` for `/witcert/status`."""
         return process.runtime().status()
+
+    def witcert_command(self, command: Command) -> None:
+        """Called through `collective_rpc` for `/witcert/probes`: every worker gets it between the same two passes."""
+        process.runtime().command(command)
 
 
 def name_requests(runner: Any) -> None:
@@ -130,6 +135,17 @@ def name_requests(runner: Any) -> None:
             process.announce(batch.req_ids, [0] * len(batch.req_ids) if drafts is None else drafts.tolist())
 
         wrap_method(runner, "prepare_attn", announce_batch)
+
+
+def facts_of(runner: Any, request_id: str) -> dict[str, str | int]:
+    """What a model runner knows of a request of its batch, for probes: `http.FACTS`."""
+    if hasattr(runner, "_prepare_inputs"):  # model runner V1
+        request = runner.requests[request_id]
+        prompt, adapter = request.num_prompt_tokens, request.lora_request
+    else:  # model runner V2
+        prompt = runner.req_states.prompt_len.np[runner.req_states.req_id_to_index[request_id]]
+        adapter = runner.lora_state.lora_requests.get(request_id)
+    return {"prompt": int(prompt), "lora": "" if adapter is None else adapter.lora_name}
 
 
 def wrap_method(owner: Any, name: str, after: Callable[..., None]) -> None:
