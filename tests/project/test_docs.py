@@ -156,7 +156,14 @@ def test_there_are_paths_to_check() -> None:
 @pytest.mark.parametrize("name", TEXT)
 def test_every_route_named_is_served(name: str) -> None:
     routes = [code for code in in_code(name) if "/witcert/" in code and "witcert_sglang" not in code]
-    served = {http.STATUS_ROUTE, http.REQUEST_ROUTE, control.PROBES_ROUTE, control.PROBE_ROUTE}
+    served = {
+        http.STATUS_ROUTE,
+        http.REQUEST_ROUTE,
+        http.POLICY_ROUTE,
+        http.SUMMARY_ROUTE,
+        control.PROBES_ROUTE,
+        control.PROBE_ROUTE,
+    }
     named = {re.sub(r"^(GET|POST|DELETE) ", "", route) for route in routes}
     named = {route.replace("requests/{id}", "requests/{request_id:path}") for route in named}
     assert {route.replace("probes/{id}", "probes/{probe_id}") for route in named} <= served

@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from report_batches import batch
 from starlette.testclient import TestClient
 from vllm.entrypoints.launchers import app as launcher
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from witcert_vllm import http, installation
 
-from witcert_core import Policy
+from witcert_core import Policy, RequestLedger
+from witcert_core.serving import SummaryStore
 
 pytestmark = pytest.mark.vllm
 
@@ -90,3 +92,21 @@ def test_probes_are_for_those_with_the_key_where_the_policy_lets_them(monkeypatc
     with application(monkeypatch, control=False) as (client, _):
         assert client.get("/witcert/probes").status_code == 403
         assert client.post("/witcert/probes", **asked).status_code == 403  # type: ignore[arg-type]
+
+
+def test_the_policy_and_the_totals_are_shown_to_those_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http.STATE, "summaries", SummaryStore())
+    book = RequestLedger(Policy(version=1, quantizer={"name": "none"}), "vllm", 2, 2)
+    for rid, bound in (("a", 0.25), ("b", 0.5)):
+        book.observe(rid, 1, 1, 7, batch([[0.125, bound]]), 0)
+        http.STATE.summaries.totals.add(book.finish(rid, "stop"))
+    with application(monkeypatch, "--api-key", "one") as (client, _):
+        for path in ("policy", "summary"):
+            assert client.get(f"/witcert/{path}").status_code == 401
+        client.headers["Authorization"] = "Bearer one"
+        assert client.get("/witcert/policy").json()["report"]["control"] is True
+        found = client.get("/witcert/summary").json()
+        assert (found["requests"], found["rows_metered"], found["cells_measured"]) == (2, 2, 4)
+        assert (found["worst"], found["worst_by_layer"]) == (0.5, [None, 0.5])
+        assert sum(found["unknown_reasons"].values()) == found["cells_unknown"] == 4
+        assert "request_id" not in found

@@ -15,6 +15,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from witcert_core.policy.model import Policy
+from witcert_core.serving.totals import Totals
+
 META_KEY = "witcert"
 KEPT_SUMMARIES = 4096
 KEPT_BYTES = 64 << 20
@@ -25,6 +28,8 @@ LARGEST_ANSWER = 16 << 20
 STATUS_SECONDS = 1.0
 
 STATUS_ROUTE = "/witcert/status"
+POLICY_ROUTE = "/witcert/policy"
+SUMMARY_ROUTE = "/witcert/summary"
 REQUEST_ROUTE = "/witcert/requests/{request_id:path}"
 
 T = TypeVar("T")
@@ -56,11 +61,13 @@ class Answer:
 class SummaryStore:
     """Summaries by request id, and the answers that requests belong to by the answer's id.
 
-    most, most_bytes: how many summaries are kept, and how many bytes of JSON with their ids.
+    most, most_bytes: how many summaries are kept, and how many bytes of JSON with their ids. totals: of every request
+    that finished, which whoever hears of it once adds to.
     """
 
     def __init__(self, most: int = KEPT_SUMMARIES, most_bytes: int = KEPT_BYTES) -> None:
         self.most, self.most_bytes = most, most_bytes
+        self.totals = Totals()
         self.bytes = 0
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._answers: OrderedDict[str, tuple[Answer, int]] = OrderedDict()  # with its requests when it was put here
@@ -168,12 +175,13 @@ def add_routes(
     app: Any,
     summaries: SummaryStore,
     status: Callable[[], Awaitable[dict[str, Any]]],
+    policy: Policy,
     mark: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda handler: handler,
     **options: Any,
 ) -> None:
-    """Add the two routes to an engine's application, which is FastAPI's.
+    """Add the routes that only read to an engine's application, which is FastAPI's.
 
-    status: what `/witcert/status` answers. mark: what the engine marks its own handlers with. options: of both routes,
+    status: what `/witcert/status` answers. mark: what the engine marks its own handlers with. options: of all routes,
     as `add_api_route` takes them.
     """
     from starlette.responses import JSONResponse, Response
@@ -185,5 +193,19 @@ def add_routes(
         reply = summaries.reply(request_id, choice)
         return Response(reply.body, status_code=reply.status, media_type="application/json")
 
-    for path, handler in ((STATUS_ROUTE, show_status), (REQUEST_ROUTE, show_request)):
+    async def show_policy() -> Any:
+        return JSONResponse(policy.model_dump(mode="json"))
+
+    async def show_summary() -> Any:
+        if policy.report.per_request:
+            return JSONResponse(summaries.totals.as_dict())
+        reply = refusal(404, "summaries do not reach this process; set report.per_request: true in the policy")
+        return Response(reply.body, status_code=reply.status, media_type="application/json")
+
+    for path, handler in (
+        (STATUS_ROUTE, show_status),
+        (REQUEST_ROUTE, show_request),
+        (POLICY_ROUTE, show_policy),
+        (SUMMARY_ROUTE, show_summary),
+    ):
         app.add_api_route(path, mark(handler), methods=["GET"], response_model=None, **options)

@@ -57,7 +57,7 @@ def add_routes(policy: Policy) -> None:
     async def status() -> dict[str, Any]:
         return STATE.status or {}
 
-    http.add_routes(app, STATE.summaries, status, mark=auth_level(AuthLevel.NORMAL))
+    http.add_routes(app, STATE.summaries, status, policy, mark=auth_level(AuthLevel.NORMAL))
     probes = Probes(tell_scheduler, FACTS, policy.report.control)
     add_probe_routes(app, probes, mark=auth_level(AuthLevel.ADMIN_OPTIONAL))
 
@@ -122,6 +122,7 @@ def around_update_meta_info(
     if summaries is not None and summaries[index]:
         meta_info[META_KEY] = summaries[index][0]
         STATE.summaries.keep(meta_info["id"], summaries[index][0])
+        STATE.summaries.totals.add(summaries[index][0])
 
 
 # OpenAI ---------------------------------------------------------------------------------------------------------

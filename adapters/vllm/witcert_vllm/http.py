@@ -140,5 +140,6 @@ def add_routes(app: Any) -> None:
         return found
 
     guarded = [Depends(check_key)]
-    http.add_routes(app, STATE.summaries, Shared(ask_workers).get, dependencies=guarded)
-    add_probe_routes(app, Probes(tell_engine, FACTS, current().report.control), dependencies=guarded)
+    policy = current()
+    http.add_routes(app, STATE.summaries, Shared(ask_workers).get, policy, dependencies=guarded)
+    add_probe_routes(app, Probes(tell_engine, FACTS, policy.report.control), dependencies=guarded)

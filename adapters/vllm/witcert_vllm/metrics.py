@@ -127,3 +127,4 @@ class Shown(KVConnectorPromMetrics):
             replay(process_metrics(), events)
         for summary in transfer_stats_data.get("summaries", []):
             http.STATE.summaries.keep(summary["request_id"], summary)
+            http.STATE.summaries.totals.add(summary)  # here alone: answers bring it a second time
