@@ -24,6 +24,10 @@ pytestmark = pytest.mark.vllm
 POLICY = {"quantizer": {"name": "int8_token_group"}, "meter": {"stride": 1, "audit_every": 1, "max_rows": 2}}
 
 
+class Idle(MagicMock):
+    """A stream or event; a class, since torch.compile asks of objects whether they are one."""
+
+
 @pytest.fixture(params=[0, 3], ids=["plain", "drafts"])
 def overlapping(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -36,13 +40,9 @@ def overlapping(
         vllm_config.scheduler_config.async_scheduling = True
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(asynchronously))
-    for owner, name in (
-        (torch, "Event"),
-        (torch.cuda, "Event"),
-        (torch.cuda, "Stream"),
-        (torch.cuda, "current_stream"),
-    ):
-        monkeypatch.setattr(owner, name, MagicMock())
+    for owner, name in ((torch, "Event"), (torch.cuda, "Event"), (torch.cuda, "Stream")):
+        monkeypatch.setattr(owner, name, Idle)
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
     options: dict[str, Any] = {
         "max_model_len": 512,

@@ -86,12 +86,12 @@ def test_probes_are_for_those_with_the_key_where_the_policy_lets_them(monkeypatc
             assert client.request(method, f"/witcert/probes{path}").status_code == 401
         client.headers["Authorization"] = "Bearer one"
         assert client.get("/witcert/probes").json() == []
-        refused = client.post("/witcert/probes", **asked)  # type: ignore[arg-type]
+        refused = client.post("/witcert/probes", **asked)
         assert (refused.status_code, refused.json()["column"]) == (400, 7)
         assert client.get("/witcert/probes/x").status_code == client.delete("/witcert/probes/x").status_code == 404
     with application(monkeypatch, control=False) as (client, _):
         assert client.get("/witcert/probes").status_code == 403
-        assert client.post("/witcert/probes", **asked).status_code == 403  # type: ignore[arg-type]
+        assert client.post("/witcert/probes", **asked).status_code == 403
 
 
 def test_the_policy_and_the_totals_are_shown_to_those_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
