@@ -23,7 +23,7 @@ importlib.util.find_spec = lambda name, *rest: None if name == "sglang" else rea
 def test_the_core_alone_brings_no_engine() -> None:
     always = [r for r in map(Requirement, requires("witcert") or []) if r.marker is None]
     assert {r.name for r in always} & ENGINES == set()
-    assert len(always) <= 7
+    assert len(always) <= 9  # Jinja2 among them, which PyTorch brings
     assert all(r.specifier for r in always)
 
 

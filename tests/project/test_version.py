@@ -13,7 +13,10 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 VERSION = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
-STANDINS = {"adapters/vllm/cpu_shim", *(f"examples/{kind}_plugin" for kind in ("quantizer", "gate", "observer"))}
+STANDINS = {
+    "adapters/vllm/cpu_shim",
+    *(f"examples/{kind}_plugin" for kind in ("quantizer", "packed_quantizer", "gate", "observer")),
+}
 """Have versions of their own: one stands in for vLLM, the others for distributions of somebody else's."""
 PROJECTS = [
     path

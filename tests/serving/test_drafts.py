@@ -91,7 +91,7 @@ def test_what_is_counted_is_the_text_that_is_served(stride: int, prefill_reads: 
     assert theirs.pop("rows_rejected") == 0
     assert plain.found.keys() == drafted.found.keys()
     for position, meter in plain.found.items():
-        torch.testing.assert_close(drafted.found[position], meter)
+        torch.testing.assert_close(drafted.found[position], meter, rtol=1e-4, atol=1e-5)  # float32 sums of other splits
     for summary in (ours, theirs):
         assert summary["audit"]["violations"] == summary["audit"]["mismatches"] == 0
         assert summary["rows_seen"] == (TEXT if prefill_reads == "stored" else TEXT - PROMPT)

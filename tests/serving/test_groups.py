@@ -40,6 +40,7 @@ def let_wait(patch: pytest.MonkeyPatch, group: int = 4, recent: int = 4, calibra
     patch.setattr(Int4TokenGroup, "token_group", group)
     patch.setattr(Int4TokenGroup, "recent_tokens", recent)
     patch.setattr(Int4TokenGroup, "calibration_tokens", calibration)
+    patch.setattr(Int4TokenGroup, "bytes_per_token_head", lambda _self, head_dim: head_dim * 1.25)
 
 
 class Request:
