@@ -6,6 +6,7 @@ vLLM's own scheduler and runner overlap their passes here; only streams and even
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def overlapping(
         stock(vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
+    importlib.import_module("vllm.v1.worker.cpu.shm")  # has stand-ins of its own, for good: they must outlive ours
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(asynchronously))
     for owner, name in ((torch, "Event"), (torch.cuda, "Event"), (torch.cuda, "Stream")):
         monkeypatch.setattr(owner, name, Idle)
