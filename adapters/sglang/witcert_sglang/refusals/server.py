@@ -262,7 +262,8 @@ def _audited(server: Server) -> str | bool:
 GRAPH_ROWS: tuple[Refusal[Server], ...] = (
     Refusal(
         "CUDA graphs without `quantizer.storage: packed` of `int8_dither` and `--attention-backend triton`",
-        "replayed passes run no Python, so nothing would be measured but what kernels of ours attend",
+        "replayed passes run no Python, so nothing would be measured but `int8_dither` and its variants with "
+        "`quantizer.storage: packed` and `--attention-backend triton`",
         "add `--disable-cuda-graph`",
         _captured_elsewhere,
     ),
