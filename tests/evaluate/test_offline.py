@@ -142,7 +142,7 @@ def test_decoding_writes_what_forcing_expects(twin: LoadedModel, name: str) -> N
     logits, summary = engine.force("b", sample.prompt_ids, answer.ids)
     assert logits.argmax(-1).tolist() == answer.ids
     for forced, decoded in zip(summary["worst_by_layer_head"], answer.summary["worst_by_layer_head"], strict=True):
-        assert forced == pytest.approx(decoded, rel=1e-4)
+        assert forced == pytest.approx(decoded, rel=1e-4, abs=1e-4)  # compiled: errors in units of the tokens beside
     assert answer.summary["finish_reason"] == "stop"
     jsonschema.validate(answer.summary, load_schema("request"))
     assert answer.summary["engine"] == "offline"
@@ -161,7 +161,7 @@ def test_a_forced_answer_takes_a_pass_a_group_not_a_token(twin: LoadedModel) -> 
     torch.testing.assert_close(logits, torch.cat(parts), atol=1e-3, rtol=1e-3)
     assert summary["cells_measured"] == one_by_one["cells_measured"]
     for mine, theirs in zip(summary["worst_by_layer_head"], one_by_one["worst_by_layer_head"], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3)
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
 def test_rows_the_stride_leaves_out_are_unknown(original: LoadedModel) -> None:
