@@ -99,7 +99,6 @@ def test_a_backend_that_is_not_wrapped_is_refused() -> None:
     for changes, named in (
         ({"attn_type": AttentionType.ENCODER_ONLY}, "ENCODER_ONLY"),
         ({"kv_sharing_target_layer_name": "l.1"}, "another layer"),
-        ({"head_size_v": 32}, "wider or narrower"),
         ({"impl": SimpleNamespace(witcert_metered=True, alibi_slopes=[1.0])}, "ALiBi"),
     ):
         kept = dict(layer.__dict__)
