@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).parents[1] / "data" / "recorded"
-HERE, ELSEWHERE = (1e-5, 1e-7), (0.3, 1e-3)
+HERE, ELSEWHERE = (1e-4, 1e-6), (0.3, 1e-3)
 """Relative and absolute."""
 ROUNDED = 1e-5
 """Of summed true values: when they were recorded, audits counted float32 rounding of weights next to 1 as variation.
