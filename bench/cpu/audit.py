@@ -175,7 +175,25 @@ def audit_call(seed: int) -> Audit:
     k, v = exact_k.double(), exact_v.double()
     requests = Requests(k, k, v, k, v, window, cap, sinks)
     call = (_pool, _packed, _pool, _chunk)[seed % 4]
-    return call(seed, g, requests, (exact_k, exact_v), table, slots, heads, options)
+    return call(Case(seed, g, requests, (exact_k, exact_v), table, slots, heads, options))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a call is given, drawn by its seed from `g`, which goes on with what is the call's own.
+
+    exact: keys and values ``[B, S, Hkv, D]`` of the requests, in the slots ``[B, S]`` of the pages of `table`. heads:
+    query heads. options: what all kernels take alike.
+    """
+
+    seed: int
+    g: torch.Generator
+    requests: Requests
+    exact: tuple[Tensor, Tensor]
+    table: PageTable
+    slots: Tensor
+    heads: int
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -232,63 +250,45 @@ def _asked(g: torch.Generator, packed: Packed, exact_k: Tensor, heads: int) -> t
     return q, torch.full((batch,), DELTA if likely else 0.0)
 
 
-def _packed(
-    seed: int,
-    g: torch.Generator,
-    requests: Requests,
-    exact: tuple[Tensor, Tensor],
-    table: PageTable,
-    slots: Tensor,
-    heads: int,
-    options: dict[str, Any],
-) -> Audit:
+def _packed(case: Case) -> Audit:
     """Append and decode; the deterministic tier, or queries that do not know the dither and the other one."""
-    packed = _filled(g, exact, slots, int(table.indptr[-1]))
-    q, delta = _asked(g, packed, exact[0], heads)
+    packed = _filled(case.g, case.exact, case.slots, int(case.table.indptr[-1]))
+    q, delta = _asked(case.g, packed, case.exact[0], case.heads)
     _, _, acc = decode_int8(
         q,
         *packed.tensors,
-        table,
+        case.table,
         packed.pass_ids,
         key=KEY,
-        max_kv_len=slots.shape[1],
+        max_kv_len=case.slots.shape[1],
         delta_loc=delta,
-        **{**packed.common, **options},
+        **{**packed.common, **case.options},
     )
     tv = meter(acc)[0]
-    requests = replace(requests, q=q.double(), stored_k=packed.k, stored_v=packed.v)
-    return requests.compare(tv, acc, tv, seed)
+    requests = replace(case.requests, q=q.double(), stored_k=packed.k, stored_v=packed.v)
+    return requests.compare(tv, acc, tv, case.seed)
 
 
-def _chunk(
-    seed: int,
-    g: torch.Generator,
-    requests: Requests,
-    exact: tuple[Tensor, Tensor],
-    table: PageTable,
-    slots: Tensor,
-    heads: int,
-    options: dict[str, Any],
-) -> Audit:
+def _chunk(case: Case) -> Audit:
     """Extend a packed prefix, of any length, by a chunk that is exact; its last row."""
-    batch, length, _, dim = exact[0].shape
-    new = min(number(g, (1, 2, 17, 70)), length)
+    batch, length, _, dim = case.exact[0].shape
+    new = min(number(case.g, (1, 2, 17, 70)), length)
     prefix = length - new
     pages = -(-prefix // PAGE)
     of_prefix = PageTable(
         torch.arange(batch + 1, dtype=torch.int32) * pages,
-        table.indices.view(batch, -1)[:, :pages].flatten().contiguous(),
+        case.table.indices.view(batch, -1)[:, :pages].flatten().contiguous(),
         torch.full((batch,), prefix - PAGE * max(pages - 1, 0), dtype=torch.int32),
     )
-    old = exact[0][:, :prefix], exact[1][:, :prefix]
-    packed = _filled(g, old, slots[:, :prefix], int(table.indptr[-1]))
-    mine, delta = _asked(g, packed, old[0], heads)
-    q = torch.randn(batch, new, heads, dim, generator=g).to(mine.dtype)
+    old = case.exact[0][:, :prefix], case.exact[1][:, :prefix]
+    packed = _filled(case.g, old, case.slots[:, :prefix], int(case.table.indptr[-1]))
+    mine, delta = _asked(case.g, packed, old[0], case.heads)
+    q = torch.randn(batch, new, case.heads, dim, generator=case.g).to(mine.dtype)
     q[:, -1] = mine
     _, _, acc = extend_int8(
         q.flatten(0, 1),
-        exact[0][:, prefix:].flatten(0, 1),
-        exact[1][:, prefix:].flatten(0, 1),
+        case.exact[0][:, prefix:].flatten(0, 1),
+        case.exact[1][:, prefix:].flatten(0, 1),
         *packed.tensors,
         torch.arange(batch + 1, dtype=torch.int32) * new,
         of_prefix,
@@ -298,69 +298,60 @@ def _chunk(
         max_kv_len=max(prefix, 1),
         meter_rows=torch.arange(1, batch + 1, dtype=torch.int32) * new - 1,
         delta_loc=delta,
-        **{**packed.common, **options},
+        **{**packed.common, **case.options},
     )
     tv = meter(acc)[0]
-    k, v = (torch.cat((x, y[:, prefix:].double()), 1) for x, y in zip((packed.k, packed.v), exact, strict=True))
-    return replace(requests, q=mine.double(), stored_k=k, stored_v=v).compare(tv, acc, tv, seed)
+    k, v = (torch.cat((x, y[:, prefix:].double()), 1) for x, y in zip((packed.k, packed.v), case.exact, strict=True))
+    return replace(case.requests, q=mine.double(), stored_k=k, stored_v=v).compare(tv, acc, tv, case.seed)
 
 
-def _pool(
-    seed: int,
-    g: torch.Generator,
-    requests: Requests,
-    exact: tuple[Tensor, Tensor],
-    table: PageTable,
-    slots: Tensor,
-    heads: int,
-    options: dict[str, Any],
-) -> Audit:
+def _pool(case: Case) -> Audit:
     """Record and certify a pool of keys and values that are off by anything."""
-    batch, length, kv_heads, dim = exact[0].shape
+    batch, length, kv_heads, dim = case.exact[0].shape
     bands = band_map(RotarySpec(dim))
-    shape = (int(table.indptr[-1]), PAGE, kv_heads)
-    place = slots // PAGE, slots % PAGE
+    shape = (int(case.table.indptr[-1]), PAGE, kv_heads)
+    place = case.slots // PAGE, case.slots % PAGE
 
     def off(x: Tensor) -> Tensor:
-        by = torch.exp2(torch.rand(batch, length, 1, 1, generator=g) * 16.0 - 16.0)
-        noise = torch.randn(x.shape, generator=g) * x.float().abs().amax(dim=-1, keepdim=True)
+        by = torch.exp2(torch.rand(batch, length, 1, 1, generator=case.g) * 16.0 - 16.0)
+        noise = torch.randn(x.shape, generator=case.g) * x.float().abs().amax(dim=-1, keepdim=True)
         return (x.float() + by * noise).clamp(-65504.0, 65504.0).to(x.dtype)
 
-    stored = [off(x) for x in exact]
-    pool = [torch.full((*shape, dim), float("nan"), dtype=x.dtype) for x in exact]
+    stored = [off(x) for x in case.exact]
+    pool = [torch.full((*shape, dim), float("nan"), dtype=x.dtype) for x in case.exact]
     for to, x in zip(pool, stored, strict=True):
         to[place] = x
     witness = torch.full((*shape, bands.num_bands), 255, dtype=torch.uint8)
     value_witness = torch.full((*shape, 1), 255, dtype=torch.uint8)
     sides = witness.flatten(0, 1), value_witness.flatten(0, 1)[..., 0]
     record_witness(
-        exact[0].flatten(0, 1),
-        exact[1].flatten(0, 1),
+        case.exact[0].flatten(0, 1),
+        case.exact[1].flatten(0, 1),
         stored[0].flatten(0, 1),
         stored[1].flatten(0, 1),
         *sides,
-        slots.flatten(),
+        case.slots.flatten(),
         bands,
         backend="cpu",
     )
-    token = torch.randint(length, (1,), generator=g)
-    along = (stored[0].double() - exact[0].double())[:, token[0]]
-    q = hostile_queries(batch, heads, dim, g, along).to(exact[0].dtype)
+    token = torch.randint(length, (1,), generator=case.g)
+    along = (stored[0].double() - case.exact[0].double())[:, token[0]]
+    q = hostile_queries(batch, case.heads, dim, case.g, along).to(case.exact[0].dtype)
     found = certify(
         q,
         (pool[0], pool[1]),
         witness,
-        table,
+        case.table,
         bands,
         max_kv_len=length,
         row_request=torch.arange(batch, dtype=torch.int32),
         row_position=torch.full((batch,), length - 1, dtype=torch.int32),
         value_witness=value_witness,
-        **options,
+        **case.options,
     )
     tv = meter(found.acc)[0]
-    requests = replace(requests, q=q.double(), stored_k=stored[0].double(), stored_v=stored[1].double())
-    return requests.compare(tv, found.acc, tv, seed)
+    requests = replace(case.requests, q=q.double(), stored_k=stored[0].double(), stored_v=stored[1].double())
+    return requests.compare(tv, found.acc, tv, case.seed)
 
 
 def audited(cells: int, seed: int = 0) -> Audit:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import prompts
-from engine import Engine, running_engine
+from engine import Answer, Engine, running_engine
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import SamplingParams
 from witcert_vllm.packed import layout_of, packed_layer
@@ -29,6 +29,16 @@ def policy(name: str, storage: str, reads: str = "chunk_exact", **sections: obje
     return {"quantizer": quantizer, "prefill_reads": reads, "meter": METER, **sections}
 
 
+def assert_read_alike(found: dict[str, list[Answer]], rel: float) -> None:
+    """Packed and simulated answers: same tokens, every packed cell audited, worst bounds within `rel`."""
+    for packed, simulated in zip(found["packed"], found["simulated"], strict=True):
+        assert packed.tokens == simulated.tokens
+        ours, theirs = packed.summary, simulated.summary
+        assert ours["audit"]["violations"] == ours["audit"]["mismatches"] == 0
+        assert ours["audit"]["cells"] == ours["cells_measured"] == theirs["cells_measured"] > 0
+        assert ours["worst"]["meter"] == pytest.approx(theirs["worst"]["meter"], rel=rel)
+
+
 @pytest.mark.parametrize(("name", "reads"), [("int8_dither", "chunk_exact"), ("int8_dither_w", "stored")])
 def test_packed_answers_and_bounds_are_those_of_the_simulation(
     checkpoint: Path, tmp_path: Path, name: str, reads: str
@@ -45,12 +55,7 @@ def test_packed_answers_and_bounds_are_those_of_the_simulation(
                 assert_streaming_input_claims_tier_w(engine, asked[2])
             pages = engine.llm.collective_rpc("witcert_status")[0]
             assert ("bytes_packed_pool" in pages) == (storage == "packed")
-    for packed, simulated in zip(found["packed"], found["simulated"], strict=True):
-        assert packed.tokens == simulated.tokens
-        ours, theirs = packed.summary, simulated.summary
-        assert ours["audit"]["violations"] == ours["audit"]["mismatches"] == 0
-        assert ours["audit"]["cells"] == ours["cells_measured"] == theirs["cells_measured"]
-        assert ours["worst"]["meter"] == pytest.approx(theirs["worst"]["meter"], rel=0.3)
+    assert_read_alike(found, 0.3)
 
 
 def test_codes_of_a_quantizer_s_own_are_read_as_they_were_simulated(checkpoint: Path, tmp_path: Path) -> None:
@@ -66,12 +71,7 @@ def test_codes_of_a_quantizer_s_own_are_read_as_they_were_simulated(checkpoint: 
             blocks[storage] = config.num_gpu_blocks
             status = engine.llm.collective_rpc("witcert_status")[0]
             assert ("bytes_packed_pool" in status) == (storage == "packed")
-    for packed, simulated in zip(found["packed"], found["simulated"], strict=True):
-        assert packed.tokens == simulated.tokens
-        ours, theirs = packed.summary, simulated.summary
-        assert ours["audit"]["violations"] == ours["audit"]["mismatches"] == 0
-        assert ours["audit"]["cells"] == ours["cells_measured"] == theirs["cells_measured"] > 0
-        assert ours["worst"]["meter"] == pytest.approx(theirs["worst"]["meter"], rel=0.02)
+    assert_read_alike(found, 0.02)
     for storage, size in (("simulated", 512), ("packed", 80)):  # 17 of witness beside; 4 layers, 2 heads, a pass id
         assert blocks[storage] == (16 << 20) // (128 * (4 * 2 * (size + 17) + 8))
 

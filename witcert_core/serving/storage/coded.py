@@ -84,7 +84,7 @@ class CodedStorage:
 
     def stored(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [N, Hkv, D] and values [N, Hkv, Dv] that attention reads in `slots` [N] from now on."""
-        return self.pool.read(layer, slots)
+        return self.read(layer, slots)
 
     def status(self) -> dict[str, int]:
         copies = [] if self.repaired is None else [self.repaired.copies]
